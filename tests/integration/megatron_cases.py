@@ -49,7 +49,6 @@ ONE = [
 TWO = [
     Case("tp2", 2, sizes(2)),
     Case("tp2-kl", 2, sizes(2), exact_kl=True),
-    Case("tp2-plain", 2, sizes(2, sequence_parallel=False)),
     Case("tp2-critic", 2, sizes(2), critic=True),
     Case("tp2-reward", 2, sizes(2), reward=True),
     Case("tp2-qwen3", 2, sizes(2), "qwen3"),

@@ -114,7 +114,7 @@ def test_vtrace_weighs_the_returns_of_stale_samples_alone(overrides, tmp_path):
     "more",
     [
         [SEPARATE],
-        [SEPARATE, LOCAL, f"{V1}.separate_async.num_warmup_batches=2", f"{V1}.sampler.max_off_policy_strategy=wait"],
+        [SEPARATE, LOCAL, f"{V1}.num_warmup_batches=2", f"{V1}.sampler.max_off_policy_strategy=wait"],
         [SEPARATE, LOCAL, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=50"],
         [COLOCATED],
         [COLOCATED, "trainer.controller=ray"],
@@ -246,7 +246,7 @@ def test_when_none_is_left_the_run_ends_with_a_line_and_a_checkpoint(
     [
         ([COLOCATED, f"{OLDEST}=0"], "nothing to carry over"),
         ([COLOCATED, "actor_rollout_ref.rollout.nnodes=1"], "use separate_async"),
-        ([SEPARATE, f"{V1}.separate_async.num_warmup_batches=3", f"{OLDEST}=2"], "set it to 2 or less"),
+        ([SEPARATE, f"{V1}.num_warmup_batches=3", f"{OLDEST}=2"], "set it to 2 or less"),
         ([SEPARATE, f"{V1}.separate_async.parameter_sync_step=3", "data.train_batch_size=8"], "a multiple of that"),
         ([SEPARATE, "algorithm.adv_estimator=remax"], "remax compares"),
         ([SEPARATE, "resource_pools={values: {roles: [critic]}}"], "needs processes for generation"),

@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Share, StepRanges, follows, inherits, key, section, step_range
+from valor.config.base import Section, Share, StepRanges, Strategy, follows, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
     CriticCheckpointConfig,
     CriticFSDPConfig,
     CriticMegatronConfig,
     CriticModelConfig,
-    CriticOptimConfig,
+    FastOptimConfig,
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
@@ -42,7 +42,7 @@ class PolicyLossConfig(Section):
 class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
-    strategy: str = "fsdp2"
+    strategy: Strategy = "fsdp2"
     """Training engine: fsdp2 or megatron."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
@@ -110,7 +110,7 @@ class RefConfig(Section):
 
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
     megatron: RefMegatronConfig = section(RefMegatronConfig)
-    strategy: str = follows("actor_rollout_ref.actor.strategy")
+    strategy: Strategy = follows("actor_rollout_ref.actor.strategy")
     """Training engine."""
     log_prob_max_token_len_per_gpu: PositiveInt = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     """Most tokens in a forward micro-batch of one process."""
@@ -137,7 +137,7 @@ class CriticConfig(
     ppo_max_token_len_per_gpu=32768,
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", ".freeze=false"),
     shuffle=inherits("actor_rollout_ref.actor.shuffle"),
-    loss_agg_mode=inherits("actor_rollout_ref.actor.loss_agg_mode"),
+    loss_agg_mode=follows("actor_rollout_ref.actor.loss_agg_mode"),
     loss_scale_factor=follows("actor_rollout_ref.actor.loss_scale_factor"),
 ):
     """The value model's update."""
@@ -165,7 +165,7 @@ class CriticConfig(
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
     """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
-    optim: CriticOptimConfig = section(CriticOptimConfig, ".freeze=false")
+    optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
     fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig)
     megatron: CriticMegatronConfig = section(CriticMegatronConfig, ".strategy=megatron")

@@ -139,9 +139,16 @@ def _mentions(annotation: Any, kind: type) -> bool:
     return annotation in (kind, Any) or any(_mentions(part, kind) for part in get_args(annotation))
 
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-DType = Annotated[Literal["bfloat16", "float32"], BeforeValidator(lambda value: _DTYPES.get(str(value), value))]
-"""Floating-point format; bf16 and fp32 are accepted spellings."""
+def also(**spellings: str) -> BeforeValidator:
+    """Other spellings of values of a key, and the values that they mean."""
+    return BeforeValidator(lambda value: spellings.get(str(value), value))
+
+
+DType = Annotated[Literal["bfloat16", "float32"], also(bf16="bfloat16", fp32="float32", float="float32")]
+"""Floating-point format."""
+
+Strategy = Annotated[str, also(fsdp="fsdp2")]
+"""Name of a training engine."""
 
 
 def as_path(text: str) -> str:

@@ -2,7 +2,7 @@
 verl's spellings in it are read as the keys that they mean."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from yaml import YAMLError
 from valor.config.command_line import SWEEPS, parse_overrides
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.presets import DEFAULTS, PRESETS, config_nodes, default_tree
-from valor.config.tree import below, exists, flatten, is_open, is_section, plain_keys
-from valor.config.verl import SPELLINGS, find_spelling
+from valor.config.tree import below, exists, flatten, is_open, is_section, nested, plain_keys
+from valor.config.verl import find_spelling
 from valor.errors import UserError
 
 
@@ -57,16 +57,12 @@ def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
         if missing := [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]:
             raise UserError("\n".join(missing))
         reading.set_keys = {key for key in reading.set_keys if exists(root, key)}
-        for key, value in dict(_unknown(root, _plain(config))).items():
+        for key, value in _plain_values(root, config)[1].items():
             _translate(root, config, key, value, reading)
-        reading.tree = _known(root, _plain(config), reading)
+        reading.tree = nested(_plain_values(root, config)[0])
     except (UserError, YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
     return reading
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
 
 
 def _composed(
@@ -134,56 +130,38 @@ def _one_line(error: Exception, line: SimpleNamespace, name: str, root: type[Bas
         return f"{file}{where}: not valid yaml ({getattr(error, 'problem', None) or error})"
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key + ': ' if error.full_key else ''}{_first_line(error)}"
-    if isinstance(error, MissingConfigException):
-        if error.missing_cfg_file != name:
-            return f"{file}: {_first_line(error)}"
-        known = f"there is no configuration '{name}': built in are {', '.join(config_nodes(root))}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file == name:
+        text = f"there is no configuration '{name}': built in are {', '.join(config_nodes(root))}"
         if line.config_path is None:
-            return f"{known}; for a yaml file of your own add --config-path DIR"
+            return f"{text}; for a yaml file of your own add --config-path DIR"
         there = sorted(path.stem for path in Path(line.config_path).expanduser().glob("*.yaml"))
-        return f"{known}; {line.config_path} has {', '.join(there) or 'no yaml file'}"
+        return f"{text}; {line.config_path} has {', '.join(there) or 'no yaml file'}"
     if "must be a DictConfig" in str(error):
         return f"{file}: must hold keys, such as trainer: {{seed: 1}}"
-    return " ".join(text.strip() for text in str(error).splitlines()[:2])
+    return f"{file}: {_first_line(error)}"
 
 
 def _first_line(error: Exception | Warning | str) -> str:
     return next((text.strip() for text in str(error).splitlines() if text.strip()), "")
 
 
-def _is_known(root: type[BaseModel], key: str, value: Any) -> bool:
-    return exists(root, key) and not (is_section(root, key) and find_spelling(root, key, value))
+def _plain_values(root: type[BaseModel], config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Each key of the schema with its value, and each other one."""
+    known, unknown = dict[str, Any](), dict[str, Any]()
 
+    def walk(tree: dict[str, Any], prefix: str = "") -> None:
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            section = is_section(root, key)
+            if section and isinstance(value, dict):
+                walk(value, f"{key}.")
+            elif exists(root, key) and not (section and find_spelling(root, key, value)):
+                known[key] = value
+            else:
+                unknown.update(flatten(value, f"{key}."))
 
-def _unknown(root: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain keys of `tree` that the schema does not have."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if is_section(root, key) and isinstance(value, dict):
-            yield from _unknown(root, value, f"{key}.")
-        elif not _is_known(root, key, value):
-            yield from flatten(value, f"{key}.").items()
-
-
-def _known(root: type[BaseModel], tree: dict[str, Any], reading: Reading, prefix: str = "") -> dict[str, Any]:
-    """The part of `tree` that the schema has, with the values that are meant."""
-    known: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if is_section(root, key) and isinstance(value, dict):
-            known[name] = _known(root, value, reading, f"{key}.")
-        elif _is_known(root, key, value):
-            known[name] = _meant(key, value, reading)
-    return known
-
-
-def _meant(key: str, value: Any, reading: Reading) -> Any:
-    for one in SPELLINGS:
-        if one.value is not None and one.match(key, value) is not None:
-            if key in reading.set_keys:
-                reading.notes.append(f"{key}={value} is read as {one.value}{one.why}")
-            return one.value
-    return value
+    walk(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    return known, unknown
 
 
 def _translate(root: type[BaseModel], config: DictConfig, key: str, value: Any, reading: Reading) -> None:

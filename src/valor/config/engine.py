@@ -111,7 +111,7 @@ def _inherited(section: str, *names: str) -> dict[str, Any]:
 class CriticFSDPConfig(
     FSDPConfig,
     **_inherited("fsdp_config", "model_dtype", "dtype"),
-    **_as_the_actor("fsdp_config", "offload_policy", "reshard_after_forward"),
+    **_as_the_actor("fsdp_config", "offload_policy", "reshard_after_forward", "fsdp_size"),
 ):
     """The same for the critic."""
 
@@ -169,26 +169,28 @@ class MegatronConfig(Section):
         }
 
 
-_EXPERT_SIZE = "expert_tensor_parallel_size"
-_SIZES = [f"{part}_parallel_size" for part in ("tensor_model", "pipeline_model", "context", "expert_model")]
+_TENSOR_AND_STAGES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_POSITIONS_AND_EXPERTS = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 class CriticMegatronConfig(
-    MegatronConfig, **_inherited("megatron", *_SIZES), **_as_the_actor("megatron", _EXPERT_SIZE)
+    MegatronConfig,
+    **_inherited("megatron", *_TENSOR_AND_STAGES),
+    **_as_the_actor("megatron", *_POSITIONS_AND_EXPERTS),
 ):
     """The same for the critic, divided as the actor unless it has processes of its own."""
 
 
-class RefMegatronConfig(
-    MegatronConfig, **_as_the_actor("megatron", *_SIZES, _EXPERT_SIZE, "override_transformer_config")
-):
-    """The reference, divided as the actor."""
-
-
 class RewardModelMegatronConfig(
-    MegatronConfig, **_as_the_actor("megatron", *_SIZES, _EXPERT_SIZE), override_transformer_config=hidden({})
+    MegatronConfig,
+    **_as_the_actor("megatron", *_TENSOR_AND_STAGES, *_POSITIONS_AND_EXPERTS),
+    override_transformer_config=hidden({}),
 ):
     """The reward model, divided as the actor."""
+
+
+class RefMegatronConfig(RewardModelMegatronConfig, **_as_the_actor("megatron", "override_transformer_config")):
+    """The reference, divided as the actor."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -218,11 +220,7 @@ class OptimConfig(Section):
 
 
 class FastOptimConfig(OptimConfig, lr=1e-5):
-    """The optimizer of supervised training: ten times the actor's learning rate."""
-
-
-class CriticOptimConfig(FastOptimConfig, eps=follows("actor_rollout_ref.actor.optim.eps")):
-    """The critic's optimizer: ten times the actor's learning rate."""
+    """The optimizer of a critic and of supervised training: ten times the actor's learning rate."""
 
 
 class CheckpointConfig(Section):

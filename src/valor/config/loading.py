@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from valor.config.base import Section, is_set
 from valor.config.command_line import read_arguments
 from valor.config.composition import read_tree
-from valor.config.describe import describe_errors, show, wrong_keys
+from valor.config.describe import describe_errors, show
 from valor.config.inheritance import absolute
 from valor.config.ppo import PPOConfig
 from valor.config.tree import below, flatten, get_at, matches, nested, schema
@@ -51,14 +51,15 @@ def load(
     """
     line = read_arguments(argv)
     reading = read_tree(root, line)
-    mistakes, wrong = reading.mistakes, list[str]()
+    mistakes, wrong = reading.mistakes, dict[str, str]()
     try:
         config = root.model_validate(reading.tree)
     except ValidationError as error:
-        mistakes += describe_errors(root, error, reading.set_keys)
-        wrong = wrong_keys(root, error)
+        wrong = describe_errors(root, error, reading.set_keys)
+        mistakes += wrong.values()
         try:  # with their defaults, to see what else is wrong
-            rest = {key: value for key, value in flatten(reading.tree).items() if not below(key, *wrong)}
+            flat = flatten(reading.tree).items()
+            rest = {key: value for key, value in flat if key in reading.set_keys and not below(key, *wrong)}
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error

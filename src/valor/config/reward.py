@@ -1,11 +1,11 @@
 """`reward`: how responses are scored."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, Share, inherits, key, section
+from valor.config.base import PathStr, Section, Share, Strategy, also, inherits, key, section
 from valor.config.engine import RewardModelFSDPConfig, RewardModelMegatronConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
@@ -27,7 +27,7 @@ class CustomRewardFunctionConfig(Section):
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
-    name: Literal["naive", "prime", "dapo", "batch"] = "naive"
+    name: Annotated[Literal["naive", "prime", "dapo", "batch"], also(remote="naive")] = "naive"
     """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step."""
 
 
@@ -93,7 +93,7 @@ class RewardModelConfig(Section):
     """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
     max_token_len_per_gpu: PositiveInt = key(16384, _MODEL)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    strategy: str = key("fsdp2", _MODEL)
+    strategy: Strategy = key("fsdp2", _MODEL)
     """Engine: fsdp2 or megatron."""
     fsdp_config: RewardModelFSDPConfig = section(RewardModelFSDPConfig, _MODEL)
     megatron: RewardModelMegatronConfig = section(RewardModelMegatronConfig)

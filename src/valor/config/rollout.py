@@ -2,11 +2,23 @@
 
 from collections.abc import Iterator
 from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, follows, inherits, key, section
+from valor.config.base import (
+    CountOrOff,
+    DType,
+    PathStr,
+    PositiveShare,
+    Section,
+    Share,
+    also,
+    follows,
+    inherits,
+    key,
+    section,
+)
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
@@ -148,7 +160,7 @@ class RetrieverConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    name: str = "native"
+    name: Annotated[str, also(hf="native")] = "native"
     """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""

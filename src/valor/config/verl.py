@@ -18,14 +18,13 @@ from valor.config.tree import exists, is_section
 class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
-    It has one of: `target`, the key that is meant; `value`, the value that is meant; `refused`, an error (without
-    `only`: for values that switch something on). Otherwise the key has no effect.
+    With a `target` the key is read as that one; `refused` makes it an error (without `only`: for values that switch
+    something on). Otherwise it has no effect.
     """
 
     pattern: str
     reason: str = ""
     target: str | None = None
-    value: str | None = None
     refused: bool = False
     only: tuple[Any, ...] | None = None
 
@@ -66,6 +65,7 @@ REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kw
 LOSS = "actor_rollout_ref.actor.policy_loss"
 UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
+_TRACED = "global_profiler.roles and global_profiler.ranks say what is traced"
 SAMPLED = "training rollouts are always sampled"
 _LAYOUT = (
     "megatron.tensor_model_parallel_size megatron.pipeline_model_parallel_size megatron.context_parallel_size "
@@ -136,17 +136,14 @@ _MOVED = [
     *_same_names(VLLM, ROLLOUT, "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching load_format"),
     *_same_names(VLLM, ROLLOUT, "enforce_eager cudagraph_capture_sizes disable_log_stats"),
 ]
-_VALUES = [
-    Spelling("*strategy", value="fsdp2", only=("fsdp",)),
-    Spelling(f"{ROLLOUT}.name", "it generates with transformers, too", value="native", only=("hf",)),
-    Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
-]
 _BEFORE_WIDER_ONES = [
     *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
     *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
     *_because({"cosine falls once, from lr to its floor": "*optim.num_cycles"}, only=(0.5,)),
+    *_because({_TRACED: "*.profiler.enable *.profiler.all_ranks"}, only=(True,)),
+    *_because({_TRACED: "*.profiler.ranks"}),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine strategy"}, only=("dp", "fsdp", "fsdp2")),
@@ -192,14 +189,13 @@ _NO_EFFECT = {
     "critic.use_dynamic_bsz",
     "the critic takes the actor's": _at(
         "critic",
-        "fsdp_config.offload_policy fsdp_config.reshard_after_forward megatron.expert_tensor_parallel_size "
-        "optim.eps loss_scale_factor checkpoint.save_contents model.use_liger",
+        "fsdp_config.offload_policy fsdp_config.reshard_after_forward fsdp_config.fsdp_size loss_agg_mode "
+        "loss_scale_factor megatron.context_parallel_size megatron.expert_model_parallel_size "
+        "megatron.expert_tensor_parallel_size checkpoint.save_contents model.use_liger",
     ),
     "the reward model is divided as the actor, and sharded over all its processes": _at(
         REWARD_MODEL, f"{_LAYOUT} fsdp_config.model_dtype"
     ),
-    "global_profiler.roles and global_profiler.ranks say what is traced": "*.profiler.enable *.profiler.all_ranks "
-    "*.profiler.ranks",
     "gathers overlap on a stream of their own": "*.fsdp_config.forward_prefetch",
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
@@ -305,7 +301,6 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_read_as(_MICRO_BATCHES, "it counts samples of one process here"),
     *_MOVED,
     *_read_as(_RENAMED),
-    *_VALUES,
     *_BEFORE_WIDER_ONES,
     *_because(_NO_EFFECT),
     *_because(_REFUSED, refused=True),

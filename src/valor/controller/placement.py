@@ -150,18 +150,12 @@ def check_placement(config: PPOConfig) -> list[str]:
 
 def _check_sequence_parallel(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
-    actor, ref = (role.ulysses_sequence_parallel_size for role in (policy.actor, policy.ref))
-    for key, size, packed in (
-        ("actor_rollout_ref", actor, policy.model.use_remove_padding),
-        ("critic", config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding),
+    for key, role, model in (
+        ("actor_rollout_ref", policy.actor, policy.model),
+        ("critic", config.critic, config.critic.model),
     ):
-        if size > 1 and not packed:
+        if role.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
             yield f"sequence parallelism shares packed rows out: set {key}.model.use_remove_padding=true"
-    if "full" in config.kl_kinds and actor != ref:
-        yield (
-            "the exact KL is computed on the actor's rows as they are shared out: set "
-            f"actor_rollout_ref.ref.ulysses_sequence_parallel_size={actor}, as the actor's"
-        )
 
 
 def _check_pools(config: PPOConfig) -> Iterator[str]:

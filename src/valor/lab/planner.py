@@ -256,8 +256,9 @@ def _remedies(config: PPOConfig, machine: Machine) -> Iterator[str]:
     if policy.rollout.name == "native":
         yield f"actor_rollout_ref.rollout.max_num_seqs={max(1, policy.rollout.max_num_seqs // 4)}"
     if machine.device == "cuda":
-        for key in ("optimizer_offload", "param_offload", "offload_policy"):
+        for key in ("optimizer_offload", "param_offload"):
             yield from (f"{name}.fsdp_config.{key}=true" for name in roles)
+        yield "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
     yield "actor_rollout_ref.model.lora_rank=32"
 
 

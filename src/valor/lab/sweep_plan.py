@@ -101,8 +101,8 @@ def read_sweep(path: Path, **options: Any) -> SweepConfig:
     try:
         return SweepConfig.model_validate(tree)
     except ValidationError as error:
-        lines = describe_errors(SweepConfig, error, tree.keys())
-        lines = [line.replace("`valor config keys`", "docs/lab.md") for line in lines]
+        wrong = describe_errors(SweepConfig, error, tree.keys()).values()
+        lines = [line.replace("`valor config keys`", "docs/lab.md") for line in wrong]
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 

@@ -394,7 +394,7 @@ def test_a_single_value_is_a_list_of_one(root, key):
         ("critic.freeze_steps=7", PPOConfig, ["7"]),
         ("critic.unclipped_steps=1-5", PPOConfig, ["1-5"]),
         ("global_profiler.steps=2", PPOConfig, [2]),
-        ("critic.profiler.ranks=0", PPOConfig, [0]),
+        ("global_profiler.ranks=0", PPOConfig, [0]),
         ("search.samples=4", CriticSearchConfig, [4]),
         ("data.val_files=a.parquet", SFTConfig, ["a.parquet"]),
     ],
@@ -427,7 +427,7 @@ def test_null_keys_take_what_is_derived(typed, enabled):
     ("root", "override"),
     [
         (CriticPretrainConfig, "actor_rollout_ref.actor.ppo_mini_batch_size=2048"),
-        (CriticPretrainConfig, "actor_rollout_ref.ref.profiler.ranks=3"),
+        (CriticPretrainConfig, "global_profiler.ranks=3"),
         (CriticPretrainConfig, "trainer.v1={trainer_mode: colocate_async, sampler: {max_off_policy_threshold: 0}}"),
         (CriticSearchConfig, "trainer.node_rank=1"),
         (PPOConfig, "critic.freeze_steps=3"),

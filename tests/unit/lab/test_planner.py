@@ -149,7 +149,7 @@ def test_mistakes_are_one_line(capsys, seven):
             "--gpus",
             "8",
             at,
-            "critic.fsdp_config.fsdp_size=3",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=3",
         ): "fsdp_config.fsdp_size=3 does not divide the 8 processes",
         ("--gpus", "8", at, *lora): "model.target_modules=['nope']: Target modules",
     }.items():

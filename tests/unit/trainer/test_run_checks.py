@@ -63,14 +63,6 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=false"],
             "sequence parallelism shares packed rows out: set critic.model.use_remove_padding=true",
         ),
-        (
-            [
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "actor_rollout_ref.actor.kl_loss_type=full",
-                "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
-            ],
-            "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
-        ),
         (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
         ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),
         (
