@@ -25,7 +25,8 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
         index = torch.unique(group_ids, return_inverse=True)[1]
     else:
         numbers: dict[Any, int] = {}  # in order of first appearance
-        ids = group_ids.tolist() if hasattr(group_ids, "tolist") else group_ids  # numpy's elements hash slowly
+        ids: Any = group_ids
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids  # numpy's elements hash slowly
         index = torch.tensor([numbers.setdefault(group, len(numbers)) for group in ids], dtype=torch.int64)
     if index.shape != (size,):
         raise UserError(f"group_ids must hold one id per sample: {size} samples, ids of shape {tuple(index.shape)}")

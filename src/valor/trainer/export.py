@@ -43,7 +43,7 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
-    config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
+    config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     kind, auto = next((kind, auto) for end, kind, auto in _KINDS if config.architectures[0].endswith(end))
     model = kind(_empty(auto, folder, config))
     engine_checkpoint.load(folder, model, None)

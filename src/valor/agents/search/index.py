@@ -35,11 +35,11 @@ class Index:
         """At most `topk` documents of each query, the best first; none without a word of the query."""
         if not queries:
             return []
-        words = self._words(queries, return_ids=False)  # word numbers are those of the documents' vocabulary
+        words: Any = self._words(queries, return_ids=False)  # word numbers are those of the documents' vocabulary
         with self._lock:
             ids, scores = self._bm25.retrieve(words, k=min(topk, len(self.documents)), show_progress=False)
         rows = zip(ids.tolist(), scores.tolist(), strict=True)
-        return [[Document(self.documents[i], s) for i, s in zip(*row, strict=True) if s > 0] for row in rows]
+        return [[Document(str(self.documents[i]), s) for i, s in zip(*row, strict=True) if s > 0] for row in rows]
 
     def _words(self, texts: Sequence[str], *, return_ids: bool = True) -> Any:
         return self._bm25s.tokenize(list(texts), stopwords="en", return_ids=return_ids, show_progress=False)

@@ -7,7 +7,7 @@ window, chunked) as an index function, and an attention function, which never re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ def slot_mask(
     q_length: int,
     kv_length: int,
     *,
-    mask_function: Callable[..., Tensor],
+    mask_function: Callable[..., Any],
     device: torch.device,
     local_size: int | None = None,
     use_vmap: bool = False,

@@ -1,6 +1,7 @@
 """Log-probs of the policy before the update: the rollout's, or those of one pass; and the correction between both."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -124,6 +125,6 @@ def correction_plan(config: PPOConfig) -> str:
 def _try_correction(config: PPOConfig) -> Iterator[str]:
     """Uses the settings on one token. UserError: they are wrong."""
     x, correction = torch.ones(1, 1), config.algorithm.rollout_correction
-    columns = {"log_probs": -x, "rollout_log_probs": -x, "response_mask": x}
-    algorithms.rollout_correction(**columns, **correction_options(correction) | {"rollout_is": correction.rollout_is})
+    options: dict[str, Any] = correction_options(correction) | {"rollout_is": correction.rollout_is}
+    algorithms.rollout_correction(log_probs=-x, rollout_log_probs=-x, response_mask=x, **options)
     yield from ()
