@@ -65,8 +65,8 @@ def start_or_join(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
                 "each node with trainer.node_rank and trainer.master_addr, or name a Ray cluster with RAY_ADDRESS or "
                 "ray_kwargs.ray_init.address"
             )
-        settings["address"] = "local"  # without it Ray joins whatever cluster has left its name on this machine
-        # A laptop may well run more processes than it has cores: the bundles only have to add up.
+        settings["address"] = "local"  # else Ray joins a cluster that already runs on this machine
+        # There may be more processes than cores: the bundles have to add up.
         settings.setdefault("num_cpus", max(available_cores(), min_cpus))
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -81,7 +81,7 @@ def _require_cluster(address: str | None) -> None:
     key, remedy = "ray_kwargs.ray_init.address", "leave it out"
     if address in (None, "auto") and os.environ.get("RAY_ADDRESS"):
         address, key, remedy = os.environ["RAY_ADDRESS"], "RAY_ADDRESS", "unset it"
-    if address in (None, "local", "auto"):  # where no cluster runs, Ray says so at once to auto
+    if address in (None, "local", "auto"):  # with auto Ray itself refuses at once
         return
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")

@@ -1,4 +1,4 @@
-"""A run that is started once per node: node 0 is Ray's head, the others lend it their devices until the run ends."""
+"""A run that is started once per node: node 0 is Ray's head, the others join it until the run ends."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from valor.controller.watchdog import Watchdog
 from valor.errors import UserError
 
 _DEFAULT_PORT = 6379
-# Ray asks for a token that every node must have in a file; who wants that sets RAY_AUTH_MODE=token and spreads it.
+# Otherwise every node needs Ray's token in a file; with RAY_AUTH_MODE=token the user provides it.
 _NO_TOKENS = "RAY_AUTH_MODE", "disabled"
 _LEAVES_AFTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # without node 0
 

@@ -23,7 +23,7 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self.mark = {_NAME: f"{os.environ.get(_NAME, '')}/{secrets.token_hex(8)}"}  # the outer one's reaches in too
+        self.mark = {_NAME: f"{os.environ.get(_NAME, '')}/{secrets.token_hex(8)}"}  # an outer run's first
         self._process: subprocess.Popen[bytes] | None = None
         if sys.platform == "linux":
             self._process = subprocess.Popen(
