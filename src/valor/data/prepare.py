@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from valor.arguments import PATH, command, option
 from valor.data.recipes import (
@@ -124,10 +125,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, mark, setting = text.partition("=")
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
-    try:
-        return name, json.loads(setting)
-    except json.JSONDecodeError:
-        return name, setting
+    return name, yaml.safe_load(setting)
 
 
 def _catalogue() -> str:

@@ -32,6 +32,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     content = [section(name, pictures.SECTIONS[name], shown) for name, shown in by_section.items() if shown]
     sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
     sections |= {"samples": "Samples"} if run.samples else {}
+    settings = [[key, show(value).strip("'")] for key, value in flatten(run.config).items()]
     page = render_page(
         "report",
         {"figures": drawn(content), "metrics": _curves(run.metrics), "live": live},
@@ -48,7 +49,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         opening=_opening(run.samples),
         signals=SIGNALS,
         metrics_table=pictures.metrics_table(run.metrics),
-        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
+        config=section("config", "Configuration", table=(["key", "value"], settings)),
     )
     write_atomically(run_dir / REPORT_FILE, page)
     return run_dir / REPORT_FILE

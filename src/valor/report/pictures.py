@@ -120,7 +120,7 @@ def _quantiles(spread: Histogram) -> list[float]:
 
 
 def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
-    """Shares of each phase in bars of equally many steps; nothing if the run did not time its steps.
+    """Shares of each phase in bars, a step each; nothing if the run did not time its steps.
 
     Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
     validation and saving come after the step.
@@ -139,25 +139,24 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
     within = [array for name, array in seconds.items() if name not in _AFTER_THE_STEP]
     seconds["other"] = of_steps("timing_s/step") - sum(within)
-    per_bar = -(-len(steps) // _MAX_BARS)
-    bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
-    phases: dict[str, list[float | None]] = {}
-    for name in sorted(seconds, key=[*_PHASES, *names, "other"].index):
-        sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
-        if sums.any():
-            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(float(value)) for value in sums]
-    totals = {label: sum(filter(None, of)) for label, of in phases.items()}
-    shares = {label: f"{total / sum(totals.values()):.1%}" for label, total in totals.items()}
-    x = [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars]
+    shown = evenly_spaced(range(len(steps)), _MAX_BARS)
+    totals = {
+        name: float(seconds[name].clip(0.0).sum()) for name in sorted(seconds, key=[*_PHASES, *names, "other"].index)
+    }
+    totals = {name: total for name, total in totals.items() if total}
+    labels = {name: _PHASES.get(name, name.replace("_", " ")) for name in totals}
+    shares = {name: f"{total / sum(totals.values()):.1%}" for name, total in totals.items()}
+    x = [str(steps[i]) for i in shown]
+    heights = {name: [rounded(float(seconds[name][i])) for i in shown] for name in totals}
     traces = [
-        {"type": "bar", "x": x, "y": of, "customdata": of, "name": f"{label} {shares[label]}"}
+        {"type": "bar", "x": x, "y": heights[name], "customdata": heights[name], "name": f"{label} {shares[name]}"}
         | {"marker": {"color": "--c12" if label == "other" else f"--c{i % 11 + 1}", "line": {"width": 0}}}
         | {"hovertemplate": f"step %{{x}}<br>{label}: %{{customdata:.3~g}} s, %{{y:.0f}}%<extra></extra>"}
-        for i, (label, of) in enumerate(phases.items())
+        for i, (name, label) in enumerate(labels.items())
     ]
     axis = titled("step", type="category", showgrid=False, nticks=12, tickangle=0)
     layout = {"barmode": "stack", "barnorm": "percent", "bargap": 0 if len(x) > 60 else 0.12, "height": 290}
     layout |= {"xaxis": axis, "yaxis": {"ticksuffix": "%", "range": [0, 100]}}
-    table = ["phase", "seconds", "share"], [[label, short(totals[label]), shares[label]] for label in phases]
-    shown = figure("timing", "Where a step's time goes", "Share of each phase.", traces, layout, table)
-    yield shown | {"section": "time", "wide": True}
+    table = ["phase", "seconds", "share"], [[labels[name], short(totals[name]), shares[name]] for name in totals]
+    bars = figure("timing", "Where a step's time goes", "Share of each phase.", traces, layout, table)
+    yield bars | {"section": "time", "wide": True}
