@@ -22,27 +22,27 @@ def panels(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     """The panels that this run has data for; the curves stay in the page's metrics."""
     reward, *others = _CONTENT["panels"]
     for panel in [reward, *_validation_panels(metrics), *others]:
-        lines: dict[str, Any] = {}
-        for index, line in enumerate(panel["lines"], start=1):
-            key = next((key for key in line["keys"] if key in metrics and metrics[key].finite()), None)
-            if key is None or ("unless_same" in line and any(metrics[key] == metrics[other] for other in lines)):
-                continue
-            lines[key] = {"color": index, "style": "solid", **line}
+        lines: dict[str, dict[str, Any]] = {}  # by metric
+        for index, (label, line) in enumerate(panel["lines"].items(), start=1):
+            look = {"label": label, "style": "solid", "colour": f"--c{(index - 1) % 12 + 1}"}
+            look |= {"keys": [line]} if isinstance(line, str) else line
+            key = next((key for key in look["keys"] if key in metrics and metrics[key].finite()), None)
+            is_double = "unless_same" in look and any(metrics[key] == metrics[other] for other in lines if key)
+            if key is not None and not is_double:
+                lines[key] = look
         if lines and panel.get("needs", next(iter(lines))) in metrics:
-            unit = panel.get("unit", "")
-            traces = [trace for key, line in lines.items() for trace in _traces(panel, line, key, metrics[key])]
-            curves = {
-                line["label"]: dict(zip(metrics[key].steps, metrics[key].values, strict=True))
-                for key, line in lines.items()
-            }
-            layout = _layout(panel, [metrics[key] for key in lines])
-            shown = figure(panel["id"], panel["title"], panel["note"], traces, layout, curves_table(curves, unit))
+            series = {key: metrics[key] for key in lines}
+            traces = [trace for key, line in lines.items() for trace in _traces(panel, line, key, series[key])]
+            curves = {lines[key]["label"]: dict(zip(s.steps, s.values, strict=True)) for key, s in series.items()}
+            table = curves_table(curves, panel.get("unit", ""))
+            layout = _layout(panel, list(series.values()))
+            shown = figure(panel["id"], panel["title"], panel["note"], traces, layout, table)
             yield shown | {"section": panel["section"]}
 
 
 def _traces(panel: Mapping[str, Any], line: Mapping[str, Any], key: str, series: Series) -> Iterator[dict[str, Any]]:
     """A metric's curve, named with its last value; of a long noisy one, faint, with a trend over it."""
-    unit, colour, style = panel.get("unit", ""), f"--c{(line['color'] - 1) % 12 + 1}", line["style"]
+    unit, colour, style = panel.get("unit", ""), line["colour"], line["style"]
     few = panel.get("markers") or len(series.steps) < 3
     has_trend = panel.get("smooth", True) and len(series.steps) >= 40 and not few and style != "faint"
     faint = (0.2 if style == "dash" else 0.32) if has_trend else 0.45 if style == "faint" else 1
@@ -89,10 +89,10 @@ def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Mean accuracy per data source, and what several samples of a prompt reach together."""
     parts = {key: key.split("/", 1)[1].rsplit("/", 2) for key in sorted(metrics) if key.startswith("val-core/")}
     several_sources = len({source for source, *_ in parts.values()}) > 1
-    lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    lines: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for key, (source, *_, statistic) in parts.items():
         label = f"{source.rpartition('/')[2]} {statistic}" if several_sources else statistic
-        lines[statistic.startswith("mean@")].append({"label": label, "keys": [key]})
+        lines[statistic.startswith("mean@")][label] = key
     shared = {"section": "learning", "markers": True}
     once, several = "Mean score on held-out prompts.", "Held-out prompts with several samples each."
     return [
