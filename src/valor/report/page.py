@@ -74,12 +74,8 @@ def _heading(run: RunData) -> str:
 
 def _opening(samples: list[dict[str, Any]]) -> int:
     """The samples to show first: the last of training with different rewards, else the last of training."""
-
-    def order(i: int) -> tuple[bool, bool, int]:
-        rewards = {record["reward"] for record in samples[i]["records"]}
-        return samples[i]["split"] == "train", len(rewards) > 1, i
-
-    return max(range(len(samples)), key=order, default=0)
+    differ = [len({record["reward"] for record in group["records"]}) > 1 for group in samples]
+    return max(range(len(samples)), key=lambda i: (samples[i]["split"] == "train", differ[i], i), default=0)
 
 
 def _facts(run: RunData) -> Iterator[str]:
