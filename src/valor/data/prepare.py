@@ -65,7 +65,12 @@ def main(name: str | None, out: Path | None, options: Sequence[str], **flags: An
     NAME: a data set, reasoning_gym/TASK, or custom.
     """
     if name is None:
-        print(_catalogue())
+        titles = {recipe.name: recipe.title for recipe in RECIPES.values()}
+        titles |= {f"{PREFIX}TASK": "puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"}
+        titles |= {"custom": "your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"}
+        print(
+            "valor data prepare NAME, where NAME is one of\n", *(f"  {n:<14}{t}" for n, t in titles.items()), sep="\n"
+        )
         return 0
     settings = dict(map(_option, options))
     prompt, answer, extra = columns = [flags.pop(flag[2:].replace("-", "_")) for flag in _COLUMN_FLAGS]
@@ -126,10 +131,3 @@ def _option(text: str) -> tuple[str, Any]:
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
     return name, yaml.safe_load(setting)
-
-
-def _catalogue() -> str:
-    lines = [f"  {name:<14}{recipe.title}" for name, recipe in RECIPES.items()]
-    lines += [f"  {PREFIX}TASK  puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"]
-    lines += ["  custom        your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"]
-    return "\n".join(["valor data prepare NAME, where NAME is one of", "", *lines])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -32,7 +32,6 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("val loss", ("val/loss",), ".4f"),
     ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
-Value = TypeVar("Value")
 _shown = False
 
 
@@ -92,8 +91,8 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     return "  ".join(parts)
 
 
-def validation_scores(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """What there is of the mean validation score by data source: `val-core/<data source>/<variable>/mean@<n>`."""
+def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean validation scores by data source, of `val-core/<data source>/<variable>/mean@<n>`."""
     return {
         key.removeprefix("val-core/").rsplit("/", 2)[0]: value
         for key, value in metrics.items()
