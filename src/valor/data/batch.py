@@ -56,10 +56,6 @@ class Batch:
             raise ValueError(f"column '{name}' has {len(value)} rows, the batch has {len(self)}")
         self.tensors[name] = value
 
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.raw.items())
-        return f"Batch({len(self)} samples; {shapes}; objects {list(self.objects)}; meta {self.meta})"
-
     def select(self, names: Iterable[str]) -> Batch:
         """The named columns only (tensors or objects), same rows, same meta."""
         names = list(names)

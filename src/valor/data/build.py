@@ -18,8 +18,7 @@ from valor.errors import UserError
 from valor.hub import hub_answers
 
 Row = dict[str, Any]
-Records = list[tuple[str, Record]]
-"""Records, each with the words that name its place in error messages."""
+Records = list[tuple[str, Record]]  # each with its file and line for error messages
 
 SPLITS = ("train", "test")
 _KINDS = (*SUFFIXES, ".csv")

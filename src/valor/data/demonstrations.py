@@ -78,10 +78,9 @@ class DemonstrationDataset(Sequence[Demonstration]):
             for sample in _sample(ids, owners, end, data, where):
                 fits(sample.tokens, where)
                 self._rows.append(sample)
-        dropped = len(rows) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
-        if dropped:
+        if dropped := len(rows) - len(self._rows):
             message = "%s: %d of %d samples have no assistant token left and are dropped"
             logger.warning(message, split, dropped, len(rows))
 

@@ -4,6 +4,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,8 @@ def load_preferences(
         [pairs[i] for i in subset(len(pairs), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)]
         for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
     )
-    margin = config.loss.margin
-    return PreferenceDataset(train, texts, margin, fits), PreferenceDataset(val, texts, margin, fits) if val else None
+    make = partial(PreferenceDataset, texts=texts, margin=config.loss.margin, fits=fits)
+    return make(train), make(val) if val else None
 
 
 def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preference]:

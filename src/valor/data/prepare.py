@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from valor.arguments import PATH, command, option
 from valor.data.recipes import (
@@ -64,7 +65,12 @@ def main(name: str | None, out: Path | None, options: Sequence[str], **flags: An
     NAME: a data set, reasoning_gym/TASK, or custom.
     """
     if name is None:
-        print(_catalogue())
+        titles = {recipe.name: recipe.title for recipe in RECIPES.values()}
+        titles |= {f"{PREFIX}TASK": "puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"}
+        titles |= {"custom": "your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"}
+        print(
+            "valor data prepare NAME, where NAME is one of\n", *(f"  {n:<14}{t}" for n, t in titles.items()), sep="\n"
+        )
         return 0
     settings = dict(map(_option, options))
     prompt, answer, extra = columns = [flags.pop(flag[2:].replace("-", "_")) for flag in _COLUMN_FLAGS]
@@ -124,14 +130,4 @@ def _option(text: str) -> tuple[str, Any]:
     name, mark, setting = text.partition("=")
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
-    try:
-        return name, json.loads(setting)
-    except json.JSONDecodeError:
-        return name, setting
-
-
-def _catalogue() -> str:
-    lines = [f"  {name:<14}{recipe.title}" for name, recipe in RECIPES.items()]
-    lines += [f"  {PREFIX}TASK  puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"]
-    lines += ["  custom        your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"]
-    return "\n".join(["valor data prepare NAME, where NAME is one of", "", *lines])
+    return name, yaml.safe_load(setting)

@@ -213,14 +213,11 @@ def puzzles(task: str, seed: int, **settings: Any) -> Iterator[Record]:
     return (dataset[i] for i in range(_SIZE))
 
 
-def _splits(path: str, config: str | None = None, *, train: str = "train", test: str = "test") -> dict[str, list[Hub]]:
+def _splits(
+    path: str, config: str | None = None, train: str = "train", test: str = "test", source: str | None = None
+) -> dict[str, list[Hub]]:
     """One data set's place for each of our splits; `train` and `test` are its own names of them."""
-    return {"train": [Hub(path, config, train)], "test": [Hub(path, config, test)]}
-
-
-def _flashrag(config: str, test: str) -> dict[str, list[Hub]]:
-    path, source = "RUC-NLPIR/FlashRAG_datasets", f"searchR1_{config}"
-    return {"train": [Hub(path, config, "train", source)], "test": [Hub(path, config, test, source)]}
+    return {"train": [Hub(path, config, train, source)], "test": [Hub(path, config, test, source)]}
 
 
 _BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
@@ -239,7 +236,8 @@ _SEARCH = (
 )
 _MATH, _MATH500 = "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"
 _HH, _ULTRA = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized"
-_NQ, _HOTPOTQA = _flashrag("nq", "test"), _flashrag("hotpotqa", "dev")
+_NQ = _splits("RUC-NLPIR/FlashRAG_datasets", "nq", source="searchR1_nq")
+_HOTPOTQA = _splits("RUC-NLPIR/FlashRAG_datasets", "hotpotqa", test="dev", source="searchR1_hotpotqa")
 # As many and as large numbers as TinyZero's puzzles have.
 _COUNTDOWN = partial(puzzles, "countdown", min_numbers=3, max_numbers=4, max_value=99, min_target=10, max_target=100)
 

@@ -12,6 +12,7 @@ from valor.report.skeleton import short
 Figure = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]  # heads, rows
 _TABLE_ROWS = 16
+_GUIDE = {"type": "line", "layer": "below", "line": {"color": "--soft", "width": 1, "dash": "2px,3px"}}
 
 
 def section(
@@ -49,19 +50,14 @@ def band(x: Sequence[float], low: Sequence[float], high: Sequence[float], colour
     return {**ends, "fill": "toself", "fillcolor": f"{colour}~29", "hoverinfo": "skip", "showlegend": False}
 
 
-def guide(x0: float, y0: float, x1: float, y1: float, **more: Any) -> dict[str, Any]:
-    line = {"color": "--soft", "width": 1, "dash": "2px,3px"}
-    return {"type": "line", "x0": x0, "y0": y0, "x1": x1, "y1": y1, "layer": "below", "line": line, **more}
-
-
 def level(y: float) -> dict[str, Any]:
     """A horizontal line across the figure."""
-    return guide(0, y, 1, y, xref="paper")
+    return {**_GUIDE, "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}
 
 
 def diagonal(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ends = [value for trace in traces for value in (*trace["x"], *trace["y"])]
-    return guide(min(ends), min(ends), max(ends), max(ends))
+    return {**_GUIDE, "x0": min(ends), "x1": max(ends), "y0": min(ends), "y1": max(ends)}
 
 
 def titled(text: str, **more: Any) -> dict[str, Any]:

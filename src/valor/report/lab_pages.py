@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, guide, level, points, section, titled
+from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, level, points, section, titled
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
 
@@ -45,46 +45,33 @@ def sweep_page(results: Mapping[str, Any]) -> str:
 
 
 def _ends(results: Mapping[str, Any]) -> list[Figure]:
-    """Where each arm ended, and how far from the control: its seeds as dots, their mean with its interval."""
+    """Where each arm ended, and how far from the control."""
     done = [arm for arm in results["arms"] if arm["last"]["mean"] is not None]
-    control = next((arm["last"]["mean"] for arm in done if arm["name"] == results["control"]), None)
-    compared = [arm for arm in done if arm["difference"]]
-    seeds = {arm["name"]: [run["last"] for run in arm["finished"].values()] for arm in done}
-    interval = f"its {results['level']:.0%} interval"
-    last = _rows(results, {arm["name"]: (arm["last"], seeds[arm["name"]], True) for arm in done}, control)
-    gaps = {arm["name"]: (arm["difference"], arm["difference"]["by_seed"]) for arm in compared}
-    gap = _rows(results, {name: (*both, both[0]["significant"] is True) for name, both in gaps.items()}, 0.0)
-    note = f"By seed, their mean and {interval}; full where it differs."
+    ends = {arm["name"]: (arm["last"], [run["last"] for run in arm["finished"].values()]) for arm in done}
+    gaps = {arm["name"]: (arm["difference"], arm["difference"]["by_seed"]) for arm in done if arm["difference"]}
+    note = f"Each seed, their mean and its {results['level']:.0%} interval."
     return [
-        figure("last", f"At the end: {results['metric']}", f"Each seed, their mean and {interval}.", *last),
-        figure("gap", f"Difference from {results['control']}", note, *gap),
+        figure("last", f"At the end: {results['metric']}", note, *_rows(results, ends)),
+        figure("gap", f"Difference from {results['control']}", note, *_rows(results, gaps)),
     ]
 
 
 def _rows(
-    results: Mapping[str, Any], rows: Mapping[str, tuple[Mapping[str, Any], Sequence[float], bool]], line: float | None
+    results: Mapping[str, Any], rows: Mapping[str, tuple[Mapping[str, Any], Sequence[float]]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A row an arm: its estimate, its seeds, and whether the estimate's mark is full. `line` is a vertical one."""
-    names = [arm["name"] for arm in results["arms"]]
-    seeds = [(value, name) for name, (_, values, _) in rows.items() for value in values]
-    reach = {
-        end: [abs((estimate[end] or estimate["mean"]) - estimate["mean"]) for estimate, _, _ in rows.values()]
+    """A row an arm: its seeds as dots, their mean with its interval as an error bar."""
+    names, means = [arm["name"] for arm in results["arms"]], [estimate["mean"] for estimate, _ in rows.values()]
+    seeds = [(value, name) for name, (_, values) in rows.items() for value in values]
+    low, high = (
+        [0.0 if estimate[end] is None else abs(estimate[end] - estimate["mean"]) for estimate, _ in rows.values()]
         for end in ("low", "high")
-    }
-    bars = {"type": "data", "symmetric": False, "array": reach["high"], "arrayminus": reach["low"], "color": "--accent"}
-    full = ["--accent" if is_full else "--paper" for _, _, is_full in rows.values()]
+    )
+    bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": "--accent"}
     dots = points([value for value, _ in seeds], [name for _, name in seeds], "", "--soft", mode="markers")
-    means = points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "", "", mode="markers")
-    means |= {"error_x": bars, "marker": {"size": 9, "color": full, "line": {"width": 2, "color": "--accent"}}}
-    axis = {
-        "type": "category",
-        "categoryarray": names[::-1],
-        "dtick": 1,
-        "nticks": 0,
-        "range": [-0.6, len(names) - 0.4],
-    }
-    shapes = [] if line is None else [guide(line, 0, line, 1, yref="paper")]
-    return [dots, means], {"yaxis": axis, "shapes": shapes, "height": 80 + 24 * len(names), "showlegend": False}
+    marks = points(means, list(rows), "", "--accent", mode="markers") | {"error_x": bars}
+    y = {"type": "category", "categoryarray": names[::-1], "dtick": 1, "nticks": 0, "range": [-0.6, len(names) - 0.4]}
+    x = {"zeroline": True, "zerolinecolor": "--soft"}
+    return [dots, marks], {"xaxis": x, "yaxis": y, "height": 80 + 24 * len(names), "showlegend": False}
 
 
 def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> Figure:

@@ -32,6 +32,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     content = [section(name, pictures.SECTIONS[name], shown) for name, shown in by_section.items() if shown]
     sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
     sections |= {"samples": "Samples"} if run.samples else {}
+    settings = [[key, show(value).strip("'")] for key, value in flatten(run.config).items()]
     page = render_page(
         "report",
         {"figures": drawn(content), "metrics": _curves(run.metrics), "live": live},
@@ -48,7 +49,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         opening=_opening(run.samples),
         signals=SIGNALS,
         metrics_table=pictures.metrics_table(run.metrics),
-        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
+        config=section("config", "Configuration", table=(["key", "value"], settings)),
     )
     write_atomically(run_dir / REPORT_FILE, page)
     return run_dir / REPORT_FILE
@@ -73,12 +74,8 @@ def _heading(run: RunData) -> str:
 
 def _opening(samples: list[dict[str, Any]]) -> int:
     """The samples to show first: the last of training with different rewards, else the last of training."""
-
-    def order(i: int) -> tuple[bool, bool, int]:
-        rewards = {record["reward"] for record in samples[i]["records"]}
-        return samples[i]["split"] == "train", len(rewards) > 1, i
-
-    return max(range(len(samples)), key=order, default=0)
+    differ = [len({record["reward"] for record in group["records"]}) > 1 for group in samples]
+    return max(range(len(samples)), key=lambda i: (samples[i]["split"] == "train", differ[i], i), default=0)
 
 
 def _facts(run: RunData) -> Iterator[str]:

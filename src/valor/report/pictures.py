@@ -22,27 +22,27 @@ def panels(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     """The panels that this run has data for; the curves stay in the page's metrics."""
     reward, *others = _CONTENT["panels"]
     for panel in [reward, *_validation_panels(metrics), *others]:
-        lines: dict[str, Any] = {}
-        for index, line in enumerate(panel["lines"], start=1):
-            key = next((key for key in line["keys"] if key in metrics and metrics[key].finite()), None)
-            if key is None or ("unless_same" in line and any(metrics[key] == metrics[other] for other in lines)):
-                continue
-            lines[key] = {"color": index, "style": "solid", **line}
+        lines: dict[str, dict[str, Any]] = {}  # by metric
+        for index, (label, line) in enumerate(panel["lines"].items(), start=1):
+            look = {"label": label, "style": "solid", "colour": f"--c{(index - 1) % 12 + 1}"}
+            look |= {"keys": [line]} if isinstance(line, str) else line
+            key = next((key for key in look["keys"] if key in metrics and metrics[key].finite()), None)
+            is_double = "unless_same" in look and any(metrics[key] == metrics[other] for other in lines if key)
+            if key is not None and not is_double:
+                lines[key] = look
         if lines and panel.get("needs", next(iter(lines))) in metrics:
-            unit = panel.get("unit", "")
-            traces = [trace for key, line in lines.items() for trace in _traces(panel, line, key, metrics[key])]
-            curves = {
-                line["label"]: dict(zip(metrics[key].steps, metrics[key].values, strict=True))
-                for key, line in lines.items()
-            }
-            layout = _layout(panel, [metrics[key] for key in lines])
-            shown = figure(panel["id"], panel["title"], panel["note"], traces, layout, curves_table(curves, unit))
+            series = {key: metrics[key] for key in lines}
+            traces = [trace for key, line in lines.items() for trace in _traces(panel, line, key, series[key])]
+            curves = {lines[key]["label"]: dict(zip(s.steps, s.values, strict=True)) for key, s in series.items()}
+            table = curves_table(curves, panel.get("unit", ""))
+            layout = _layout(panel, list(series.values()))
+            shown = figure(panel["id"], panel["title"], panel["note"], traces, layout, table)
             yield shown | {"section": panel["section"]}
 
 
 def _traces(panel: Mapping[str, Any], line: Mapping[str, Any], key: str, series: Series) -> Iterator[dict[str, Any]]:
     """A metric's curve, named with its last value; of a long noisy one, faint, with a trend over it."""
-    unit, colour, style = panel.get("unit", ""), f"--c{(line['color'] - 1) % 12 + 1}", line["style"]
+    unit, colour, style = panel.get("unit", ""), line["colour"], line["style"]
     few = panel.get("markers") or len(series.steps) < 3
     has_trend = panel.get("smooth", True) and len(series.steps) >= 40 and not few and style != "faint"
     faint = (0.2 if style == "dash" else 0.32) if has_trend else 0.45 if style == "faint" else 1
@@ -89,10 +89,10 @@ def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Mean accuracy per data source, and what several samples of a prompt reach together."""
     parts = {key: key.split("/", 1)[1].rsplit("/", 2) for key in sorted(metrics) if key.startswith("val-core/")}
     several_sources = len({source for source, *_ in parts.values()}) > 1
-    lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    lines: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for key, (source, *_, statistic) in parts.items():
         label = f"{source.rpartition('/')[2]} {statistic}" if several_sources else statistic
-        lines[statistic.startswith("mean@")].append({"label": label, "keys": [key]})
+        lines[statistic.startswith("mean@")][label] = key
     shared = {"section": "learning", "markers": True}
     once, several = "Mean score on held-out prompts.", "Held-out prompts with several samples each."
     return [
@@ -120,7 +120,7 @@ def _quantiles(spread: Histogram) -> list[float]:
 
 
 def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
-    """Shares of each phase in bars of equally many steps; nothing if the run did not time its steps.
+    """Shares of each phase in bars, a step each; nothing if the run did not time its steps.
 
     Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
     validation and saving come after the step.
@@ -139,25 +139,24 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
     within = [array for name, array in seconds.items() if name not in _AFTER_THE_STEP]
     seconds["other"] = of_steps("timing_s/step") - sum(within)
-    per_bar = -(-len(steps) // _MAX_BARS)
-    bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
-    phases: dict[str, list[float | None]] = {}
-    for name in sorted(seconds, key=[*_PHASES, *names, "other"].index):
-        sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
-        if sums.any():
-            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(float(value)) for value in sums]
-    totals = {label: sum(filter(None, of)) for label, of in phases.items()}
-    shares = {label: f"{total / sum(totals.values()):.1%}" for label, total in totals.items()}
-    x = [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars]
+    shown = evenly_spaced(range(len(steps)), _MAX_BARS)
+    totals = {
+        name: float(seconds[name].clip(0.0).sum()) for name in sorted(seconds, key=[*_PHASES, *names, "other"].index)
+    }
+    totals = {name: total for name, total in totals.items() if total}
+    labels = {name: _PHASES.get(name, name.replace("_", " ")) for name in totals}
+    shares = {name: f"{total / sum(totals.values()):.1%}" for name, total in totals.items()}
+    x = [str(steps[i]) for i in shown]
+    heights = {name: [rounded(float(seconds[name][i])) for i in shown] for name in totals}
     traces = [
-        {"type": "bar", "x": x, "y": of, "customdata": of, "name": f"{label} {shares[label]}"}
+        {"type": "bar", "x": x, "y": heights[name], "customdata": heights[name], "name": f"{label} {shares[name]}"}
         | {"marker": {"color": "--c12" if label == "other" else f"--c{i % 11 + 1}", "line": {"width": 0}}}
         | {"hovertemplate": f"step %{{x}}<br>{label}: %{{customdata:.3~g}} s, %{{y:.0f}}%<extra></extra>"}
-        for i, (label, of) in enumerate(phases.items())
+        for i, (name, label) in enumerate(labels.items())
     ]
     axis = titled("step", type="category", showgrid=False, nticks=12, tickangle=0)
     layout = {"barmode": "stack", "barnorm": "percent", "bargap": 0 if len(x) > 60 else 0.12, "height": 290}
     layout |= {"xaxis": axis, "yaxis": {"ticksuffix": "%", "range": [0, 100]}}
-    table = ["phase", "seconds", "share"], [[label, short(totals[label]), shares[label]] for label in phases]
-    shown = figure("timing", "Where a step's time goes", "Share of each phase.", traces, layout, table)
-    yield shown | {"section": "time", "wide": True}
+    table = ["phase", "seconds", "share"], [[labels[name], short(totals[name]), shares[name]] for name in totals]
+    bars = figure("timing", "Where a step's time goes", "Share of each phase.", traces, layout, table)
+    yield bars | {"section": "time", "wide": True}

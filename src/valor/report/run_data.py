@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from valor.config.tree import flatten
 from valor.errors import UserError
@@ -123,13 +124,11 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     """At most `limit` points that draw the same curve: of each stretch the lowest and the highest, so spikes stay."""
     if len(series.steps) <= limit:
         return series
-    buckets = limit // 2
     chosen: set[int] = set()
-    for start, stop in pairwise(len(series.steps) * bucket // buckets for bucket in range(buckets + 1)):
-        measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
-        chosen |= {measured[0][1], measured[-1][1]} if measured else {start}
-    order = sorted(chosen)
-    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
+    for stretch in np.array_split(np.arange(len(series.steps)), limit // 2):
+        measured = [i for i in stretch.tolist() if series.values[i] is not None] or [int(stretch[0])]
+        chosen |= {min(measured, key=series.values.__getitem__), max(measured, key=series.values.__getitem__)}
+    return Series([series.steps[i] for i in sorted(chosen)], [series.values[i] for i in sorted(chosen)])
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -111,7 +111,5 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     facts = [f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"]
     facts += [f"reward {short(call['reward'])}"] if call.get("reward") else []
     facts += [f"error: {call['error']}"] if call.get("error") else []
-    name = call["name"] or "no call"
-    return {
-        "text": f"{name}({text})", "facts": " · ".join(facts), "result": call["text"], "error": call.get("error"),
-    }  # fmt: skip
+    shown = {"text": f"{call['name'] or 'no call'}({text})", "facts": " · ".join(facts)}
+    return {**shown, "result": call["text"], "error": call.get("error")}

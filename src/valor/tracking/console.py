@@ -1,6 +1,6 @@
 """The one console that log lines and progress share: how a step, durations and counts are written on it.
 
-Phases under way are one line that is redrawn on a terminal, elsewhere a plain line now and then.
+A phase that takes long is told of in a line every ten seconds.
 """
 
 import math
@@ -11,15 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from valor.tracking.progress import Phase, open_phases
 
-PLAIN_EVERY = 10.0  # seconds between plain lines
+EVERY = 10.0  # seconds between lines about a phase
 
 # label, keys in order of preference, number format; the line shows those that the step has
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -34,7 +32,6 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("val loss", ("val/loss",), ".4f"),
     ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
-Value = TypeVar("Value")
 _shown = False
 
 
@@ -53,7 +50,7 @@ def get_console() -> Console:
 
 
 def say(line: str) -> None:
-    """A line for the user, above the line of the phases."""
+    """A line for the user."""
     get_console().print(line, markup=False)
 
 
@@ -87,15 +84,15 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     if "perf/throughput" in metrics:
         parts.append(f"{metrics['perf/throughput']:,.0f} tok/s")
     validation = validation_scores(metrics)
-    short = {source: source.rpartition("/")[2] for source in validation}  # where that is still unambiguous
-    for source, score in validation.items():
-        name = short[source] if len({*short.values()}) == len(short) else source
-        parts.append(f"val {name} {score:.3f}" if len(short) > 1 else f"val {score:.3f}")
+    ends = [source.rpartition("/")[2] for source in validation]
+    names = ends if len({*ends}) == len(ends) else list(validation)
+    for name, score in zip(names, validation.values(), strict=True):
+        parts.append(f"val {name} {score:.3f}" if len(names) > 1 else f"val {score:.3f}")
     return "  ".join(parts)
 
 
-def validation_scores(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """What there is of the mean validation score by data source: `val-core/<data source>/<variable>/mean@<n>`."""
+def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean validation scores by data source, of `val-core/<data source>/<variable>/mean@<n>`."""
     return {
         key.removeprefix("val-core/").rsplit("/", 2)[0]: value
         for key, value in metrics.items()
@@ -105,17 +102,16 @@ def validation_scores(metrics: Mapping[str, Value]) -> dict[str, Value]:
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """While the block runs, the phases of this process show on the console; a block in another changes nothing."""
+    """While the block runs, long phases of this process are told on the console; a block in another changes nothing."""
     global _shown
     if _shown:
         yield
         return
-    console, ended = get_console(), threading.Event()
-    status = Status("", console=console, refresh_per_second=4)  # smooth enough, and training needs the core
+    ended = threading.Event()
 
     def keep_showing() -> None:
         while not ended.wait(0.5):
-            show_phases(console, status)
+            show_phases()
 
     thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
     _shown = True
@@ -126,21 +122,15 @@ def show_progress() -> Iterator[None]:
         _shown = False
         ended.set()
         thread.join()
-        status.stop()
 
 
-def show_phases(console: Console, status: Status) -> None:
-    """All phases in the redrawn line of a terminal; elsewhere in a line every PLAIN_EVERY seconds of one of a step."""
+def show_phases() -> None:
+    """A line about the phases under way, every EVERY seconds of a phase of a step."""
     phases, now = open_phases(), time.monotonic()
-    line, timed = " > ".join(phase_text(phase, now) for phase in phases), (phases[1:] or phases)[:1]
-    if not phases:
-        status.stop()
-    elif console.is_terminal:
-        status.update(Text(line))
-        status.start()
-    elif now - (timed[0].shown or timed[0].began) >= PLAIN_EVERY:
-        timed[0].shown = now
-        console.print(line, markup=False)
+    for timed in (phases[1:] or phases)[:1]:
+        if now - (timed.shown or timed.began) >= EVERY:
+            timed.shown = now
+            say(" > ".join(phase_text(phase, now) for phase in phases))
 
 
 def phase_text(phase: Phase, now: float) -> str:

@@ -110,8 +110,8 @@ class TensorboardLogger(Logger):
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         for key, h in histograms.items():
-            number, total, squares = (float(h.centres**power @ h.counts) for power in (0, 1, 2))
-            edges = h.edges[1:].tolist()
+            centres, edges = (h.edges[:-1] + h.edges[1:]) / 2, h.edges[1:].tolist()
+            number, total, squares = (float(centres**power @ h.counts) for power in (0, 1, 2))
             self._writer.add_histogram_raw(key, h.low, h.high, number, total, squares, edges, h.counts, step)
         self._writer.flush()
 

@@ -69,11 +69,6 @@ class Histogram:
         """The len(counts) + 1 bin edges."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
 
-    @property
-    def centres(self) -> np.ndarray:
-        """The middles of the bins."""
-        return (self.edges[:-1] + self.edges[1:]) / 2
-
 
 def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
     """Of the finite entries of `array` where `mask` (same shape, 0/1) is set; None if there is none.

@@ -146,7 +146,6 @@ def relay(snapshots: Sequence[Progress | None]) -> None:
         if not reports or opened.last.unit == "step":
             return
         opened.last = replace(opened.last, tokens=sum(report.tokens for report in reports))
-    totals = [report.total for report in reports if report.total is not None]
-    complete = len(totals) == len(reports)
-    done = sum(report.done for report in reports)
-    report_progress(done, sum(totals) * len(snapshots) / len(reports) if complete else None)
+    totals = [report.total or 0.0 for report in reports]
+    total = sum(totals) * len(snapshots) / len(reports) if all(totals) else None
+    report_progress(sum(report.done for report in reports), total)

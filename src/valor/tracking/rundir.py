@@ -35,9 +35,8 @@ _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of libraries written in Rust
 _REMEDIES = {
     "make room there and start the same command again: it goes on from the last checkpoint": "ENOSPC EDQUOT EFBIG",
-    "make it writable, or choose another folder (of a run: trainer.default_local_dir)": "EROFS EACCES EPERM",
-    "move it away or correct the path, or choose another folder (of a run: trainer.default_local_dir)": (
-        "ENOTDIR EISDIR EEXIST ENOTEMPTY ENOENT ENAMETOOLONG ELOOP"
+    "make it writable, move it away, or choose another folder (of a run: trainer.default_local_dir)": (
+        "EROFS EACCES EPERM ENOTDIR EISDIR EEXIST ENOTEMPTY ENOENT ENAMETOOLONG ELOOP"
     ),
     "look at the disk, and start the same command again": "EIO ESTALE",
 }

@@ -158,14 +158,14 @@ def test_a_bare_metrics_file_is_enough(tmp_path):
     page = build_report(tmp_path).read_text(encoding="utf-8")
     outline = Outline(page)
     assert not [one for one in outline.ids if one.startswith("plot-") and one != "plot-explorer"]
-    assert "samples" not in outline.ids and "holds no config.yaml" in page
+    assert "samples" not in outline.ids
 
 
 def test_flattened_settings_read_as_typed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mine/odd": 3.0}\n')
     (tmp_path / "config.yaml").write_text("a: {b: null, c: [1, x, true], d: {}}\ne: 1.0e-06\nf: false\n")
     page = build_report(tmp_path).read_text(encoding="utf-8")
-    settings = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page.partition('id="config-table"')[2])
+    settings = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page.partition('id="config"')[2])
     assert [(key, html.unescape(value)) for key, value in settings] == [
         ("a.b", "null"),
         ("a.c", '[1, "x", true]'),

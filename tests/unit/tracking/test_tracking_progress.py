@@ -1,13 +1,10 @@
-"""Ambient progress: phases, parts, threads, listeners, and the two ways of showing it."""
+"""Ambient progress: phases, parts, threads, listeners, and the lines about it."""
 
-import io
 import multiprocessing
 import threading
 import time
 
 import pytest
-from rich.console import Console
-from rich.status import Status
 
 from valor.tracking import progress
 from valor.tracking.console import get_console, phase_text, show_phases, show_progress
@@ -147,38 +144,25 @@ def test_a_phase_in_words(shown: progress.Phase, now: float, text: str) -> None:
     assert phase_text(shown, now) == f"work: {text}"
 
 
-def test_a_plain_line_every_ten_seconds_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, now = io.StringIO(), [time.monotonic()]
-    console = Console(file=stream, width=200)
+def test_a_line_every_ten_seconds_of_a_phase(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    now = [time.monotonic()]
     monkeypatch.setattr("valor.tracking.console.time.monotonic", lambda: now[0])
+    get_console.cache_clear()
     with phase("training", 3, unit="step"), phase("rollout", 512, unit="sample"):
         report_progress(0)
         for _ in range(26):
             now[0] += 1.0
             report_progress(10)
-            show_phases(console, Status("", console=console))
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 2 and all("rollout: 10/512 samples" in line for line in lines)
+            show_phases()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(" > rollout: 10/512 samples" in line for line in lines)
 
 
 def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("valor.tracking.console.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("valor.tracking.console.EVERY", 0.0)
     get_console.cache_clear()
     with show_progress(), phase("rollout", 2, unit="sample"):
         time.sleep(0.7)
-    assert set(capsys.readouterr().out.splitlines()) <= {
-        f"rollout: 0/2 samples, 0.{n:02d} s so far" for n in range(100)
-    }
-
-
-def test_a_terminal_shows_all_phases_in_one_line() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
-    status = Status("", console=console)
-    with phase("training", 3, unit="step"), phase("rollout", 8, unit="sample"):
-        show_phases(console, status)
-    show_phases(console, status)
-    drawn = stream.getvalue()
-    assert "training: 0/3 steps" in drawn and " > rollout: 0/8 samples" in drawn
-    assert "\x1b[?25h" in drawn  # the cursor is back
+    lines = {f"rollout: 0/2 samples, 0.{n:02d} s so far" for n in range(100)}
+    assert {*capsys.readouterr().out.splitlines()} <= lines

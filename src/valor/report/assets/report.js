@@ -4,10 +4,6 @@ const keys = Object.keys(data.metrics.curves);
 byId("explorer-key").replaceChildren(...keys.map((key) => new Option(key)));
 byId("explorer-key").value = keys.find((key) => !drawn.has(key) && !/^(timing_|training\/global_step)/.test(key)) || keys[0];
 byId("explorer-key").addEventListener("change", drawExplorer);
-byId("config-filter")?.addEventListener("input", (event) => {
-  const words = event.target.value.toLowerCase().split(/\s+/);
-  for (const row of byId("config-table").rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-});
 byId("sample-step")?.addEventListener("change", (event) => {
   byId("sample-list").replaceChildren(byId(`samples-${event.target.value}`).content.cloneNode(true));
 });
