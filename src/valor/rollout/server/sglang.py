@@ -26,7 +26,6 @@ class SGLang(Dialect):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._asleep: set[str] = set()
-        self._warned = False  # that this model's weights cannot be read back
 
     def address(self, url: str) -> str:
         return f"{root(url)}/generate"
@@ -53,8 +52,6 @@ class SGLang(Dialect):
             },
             "return_logprob": True,
             "rid": request.name,
-            # Cached keys and values are found only by prompts of the same weights.
-            **({} if request.weights is None else {"extra_key": request.weights}),
         }
 
     def read(self, reply: Any) -> Reply:
@@ -63,9 +60,6 @@ class SGLang(Dialect):
         if [token for _, token, *_ in log_probs] != ids:
             raise ValueError(f"{len(ids)} tokens, and log-probs of {len(log_probs)} others")
         return Reply(ids, [float(log_prob) for log_prob, *_ in log_probs], info["finish_reason"]["type"])
-
-    def prompt_tokens(self, reply: Any) -> int:
-        return int(reply["meta_info"]["prompt_tokens"])
 
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
         return f"{root(url)}/abort_request", {"rid": name}
@@ -89,7 +83,7 @@ class SGLang(Dialect):
         return [name if _NAME.fullmatch(name) else None]
 
     async def sleep(self, url: str) -> None:
-        await self._post(url, "release_memory_occupation", {"tags": MEMORY}, pending=True)
+        await self._post(url, "release_memory_occupation", {"tags": MEMORY})
         self._asleep.add(url)
 
     async def wake(self, url: str, tags: Sequence[str] = MEMORY, **how: Any) -> None:
@@ -104,17 +98,15 @@ class SGLang(Dialect):
 
     async def _problem(self, url: str, files: WeightFiles, name: str, version: int) -> str | None:
         """How the server's weights differ from those sent, by their name and the first values of some tensors."""
-        if (held := await self.held_weights(url)) != [name]:
-            return f"it says that it holds {held[0]}"
+        if (present := await self.held_weights(url)) != [name]:
+            return f"it says that it holds {present[0]}"
         names = list(files.first_values)
         start = version * _READ_BACK % len(names)
         for key in islice([*names[start:], *names[:start]], _READ_BACK):
             try:
                 values = await self._post(url, "get_weights_by_name", {"name": key, "truncate_size": 1})
             except TrainingStopped as error:
-                if not self._warned:
-                    logger.warning("weights cannot be read back, only their version is known: %s", error)
-                self._warned = True
+                logger.info("weights cannot be read back, only their version is known: %s", error)
                 return None
             while values and isinstance(values[0], list):
                 values = values[0]
