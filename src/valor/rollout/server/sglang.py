@@ -5,7 +5,7 @@ Shapes: docs/servers.md.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -67,11 +67,10 @@ class SGLang(Dialect):
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        await self.wake(url, ["weights"], leave=leave)
+        await self.wake(url, leave=leave)
         order = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
         order |= {"flush_cache": True, "abort_all_requests": False}
         answer = await self._post(url, "update_weights_from_disk", order, leave=leave)
-        await self.wake(url, ["kv_cache"], leave=leave)
         problem = await self._problem(url, files, name, version) if answer["success"] else answer["message"]
         checker = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
         digest = f"{checker['per_engine_checksum']} of {len(checker['ranks'])} parts"
@@ -86,12 +85,11 @@ class SGLang(Dialect):
         await self._post(url, "release_memory_occupation", {"tags": MEMORY})
         self._asleep.add(url)
 
-    async def wake(self, url: str, tags: Sequence[str] = MEMORY, **how: Any) -> None:
+    async def wake(self, url: str, **how: Any) -> None:
         """The memory of the weights comes back empty: an update has to follow."""
         if url in self._asleep:
-            await self._post(url, "resume_memory_occupation", {"tags": tags}, **how)
-            if "kv_cache" in tags:
-                self._asleep.discard(url)
+            await self._post(url, "resume_memory_occupation", {"tags": MEMORY}, **how)
+            self._asleep.discard(url)
 
     async def _post(self, url: str, path: str, body: dict[str, Any] | None = None, **how: Any) -> Any:
         return await self.client.request(f"{root(url)}/{path}", body, **how)
