@@ -1,6 +1,5 @@
 """SGLang's and TensorRT-LLM's protocols, spoken by servers with a real tiny model: whole runs, and engines alone."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -179,27 +178,6 @@ def test_answers_by_other_weights_are_not_used(servers, tiny, group):
         server.set(says=says)
         with pytest.raises(error, match=words):
             engine.generate(WORK)
-    server.kill()
-
-
-def test_requests_that_are_pending_delay_what_needs_an_idle_server(servers, tiny, group, monkeypatch):
-    """The 400 of a server that is put to sleep before another client's request has ended."""
-    server = servers.start("sglang")
-    engine = engine_of(server, sleep=True)
-    sync(engine, changed(tiny["model"], 1), 1)
-    server.set(slow=0.02)
-    other = engine_of(server, weight_updates="none")
-    asking = threading.Thread(target=other.generate, args=([WORK[0]],))
-    monkeypatch.setattr(client_module, "_PATIENCE", 20.0)
-    asking.start()
-    while "/generate" not in server.set(slow=0.5):
-        pass
-    engine.sleep()
-    assert engine.weights_version is None
-    asking.join()
-    assert server.set().count("/release_memory_occupation") > 1
-    sync(engine, model := changed(tiny["model"], 2), 2)
-    assert_true(model, engine.generate(WORK))
     server.kill()
 
 

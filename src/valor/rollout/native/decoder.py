@@ -109,16 +109,14 @@ class Norm:
         # Gemma's multiplies by 1 + weight. What it does to ones tells.
         plain = torch.allclose(layer(torch.ones_like(weight)).float(), weight.float(), atol=1e-2)
         self.weight = (weight if plain else 1 + weight).to(computing_dtype(weight)).detach()
-        self._compiled: Callable[[Tensor], Tensor] | None = None
+        self._apply: Any = partial(F.rms_norm, normalized_shape=weight.shape, weight=self.weight, eps=self.eps)
         if _is_on_cpu(self.weight):
             from valor.rollout.native.compiled import CompiledNorm  # numba takes half a second to load
 
-            self._compiled = CompiledNorm(self.weight, self.eps)
+            self._apply = CompiledNorm(self.weight, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._compiled is not None:
-            return self._compiled(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self._apply(x)
 
 
 class Layer:

@@ -32,7 +32,7 @@ MAX_TOKENS = 8192  # of a prefill, which memory has to hold
 # Most steps between two looks at the source: where no more requests come, and where they may.
 CLOSED_SEGMENT, OPEN_SEGMENT = 128, 16
 # Steps between two looks at whether a row has ended: a GPU waits for each of them.
-STEPS_PER_TEST = {"cpu": 1, "cuda": 8}
+GPU_STEPS_PER_TEST = 8
 # Share of the memory free at the start that the cache may take. It grows by half.
 CACHE_SHARE = 0.9 / 1.5
 
@@ -106,11 +106,6 @@ class NativeEngine(RolloutEngine):
                 yield
         finally:
             self._decoder = None
-
-    def _step(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """Logits [B, V] after the new tokens [B]."""
-        forward = self._decoder or self._forward
-        return forward(tokens[:, None], cache.positions[:, None], cache)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
         """Logits [B, V] after the last of the tokens [B, q], by the model's own forward pass."""
@@ -211,7 +206,7 @@ class NativeEngine(RolloutEngine):
         Raises RuntimeError when the model's logits are not finite.
         """
         device = input_device(self._hf)
-        sampler = BatchSampler([row.request.params for row in rows], device)
+        sampler, forward = BatchSampler([row.request.params for row in rows], device), self._decoder or self._forward
         cache.arrange([row.prompt for row in rows], [row.columns for row in rows], device)
         starts = [len(row.token_ids) for row in rows]
         steps = min(longest, *(row.max_new - start for row, start in zip(rows, starts, strict=True)))
@@ -220,10 +215,11 @@ class NativeEngine(RolloutEngine):
         stops = _stop_table(rows, device)
         new = torch.tensor([row.last_token for row in rows], device=device)
         sampled, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
-        per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
+        per_test = 1 if device.type == "cpu" else GPU_STEPS_PER_TEST
         for step in range(steps):
             cache.advance()
-            new, log_probs = sampler(self._step(new, cache), uniforms[step])
+            logits = forward(new[:, None], cache.positions[:, None], cache)
+            new, log_probs = sampler(logits, uniforms[step])
             sampled.append(new)
             scored.append(log_probs)
             ended = ended | (new[:, None] == stops).any()

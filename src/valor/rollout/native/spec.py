@@ -9,11 +9,11 @@ from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 
 def _check(config: PPOConfig) -> list[str]:
-    trained, own = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
-    if own == trained or config.actor_rollout_ref.actor.strategy == "megatron":  # which it has a copy of
+    trained, dtype = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
+    if dtype == trained or config.actor_rollout_ref.actor.strategy == "megatron":  # which it has a copy of
         return []
     return [
-        f"actor_rollout_ref.rollout.dtype={own}, but rollout.name=native generates with the actor's own weights in "
+        f"actor_rollout_ref.rollout.dtype={dtype}, but rollout.name=native generates with the actor's own weights in "
         f"{trained}: set actor_rollout_ref.actor.fsdp_config.dtype"
     ]
 

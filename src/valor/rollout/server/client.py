@@ -60,14 +60,12 @@ class ServerClient:
         *,
         leave: Callable[[], bool] = lambda: False,
         repeat: bool = True,
-        pending: bool = False,
         seconds: float | None = None,
     ) -> Any:
         """JSON reply to a POST of `body`, or to a GET without one.
 
         leave: called before a failing server is waited for; True raises ServerLeft.
         repeat: False raises ConnectionLost where the connection breaks, instead of sending the request again.
-        pending: status 400 and 409 mean that earlier requests have not ended yet, and pass.
         seconds: limit of one reply (default: `timeout`).
         TrainingStopped when the server refuses, or stays unreachable.
         """
@@ -89,7 +87,7 @@ class ServerClient:
                 lost, refusal = True, describe(error)
             status = 0 if lost or timed_out else reply.status_code
             absent = lost or status in _UNAVAILABLE
-            passes = absent or status >= 500 or (pending and status in (400, 409))
+            passes = absent or status >= 500
             refusals += 1
             if (lost or timed_out or (passes and refusals >= _MOST_REFUSALS)) and leave():
                 logger.warning("%s is left out until it answers again: %s", url, refusal)

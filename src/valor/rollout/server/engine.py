@@ -7,11 +7,10 @@ TensorRT-LLM is in their dialects.
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, cast
 from uuid import uuid4
 
@@ -73,8 +72,7 @@ class ServerEngine(RolloutEngine):
         self._config, self._eos, self._vocabulary = config, frozenset(eos_token_ids), vocabulary
         self._fleet = Fleet(config, started)
         self._client, self._dialect = self._fleet.client, self._fleet.dialect
-        self._in_flight: dict[str, _InFlight] = {}
-        self._replies: SimpleQueue[tuple[_InFlight, Future[Reply]]] = SimpleQueue()
+        self._in_flight: set[_InFlight] = set()
 
     @property
     def weights_version(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -102,7 +100,7 @@ class ServerEngine(RolloutEngine):
                     self._deliver()
                     self._fleet.look_after()
             finally:
-                for flight in self._in_flight.values():
+                for flight in self._in_flight:
                     flight.reply.cancel()
                 self._in_flight.clear()
 
@@ -141,19 +139,12 @@ class ServerEngine(RolloutEngine):
     # ---- requests
 
     def _send(self, flight: _InFlight) -> None:
-        self._in_flight[flight.name] = flight
+        self._in_flight.add(flight)
         with self._client.opened() as portal:
-            flight.reply = reply = portal.start_task_soon(self._complete, flight)
-        reply.add_done_callback(lambda done: self._replies.put((flight, done)))
-
-    def _send_again(self, flight: _InFlight) -> None:
-        """Send a request anew, with the tokens of its `so_far` alone."""
-        del self._in_flight[flight.name]
-        flight.reply.cancel()
-        self._send(_InFlight(flight.request, ending=flight.ending, losses=flight.losses))
+            flight.reply = portal.start_task_soon(self._complete, flight)
 
     def _abort(self, abort: Abort) -> None:
-        for flight in self._in_flight.values():
+        for flight in self._in_flight:
             if flight.request.request_id == abort.request_id and not flight.ending:
                 flight.ending = True
                 with self._client.opened() as portal:
@@ -198,15 +189,11 @@ class ServerEngine(RolloutEngine):
 
     def _deliver(self) -> None:
         """Pass on the replies that have come; waits a moment for them."""
-        new: list[tuple[_InFlight, Future[Reply]]] = []
-        with suppress(Empty):
-            new.append(self._replies.get(timeout=_POLL_SECONDS))
-            while True:
-                new.append(self._replies.get_nowait())
-        ended = [flight for flight, reply in new if reply is flight.reply and flight.name in self._in_flight]
+        wait([flight.reply for flight in self._in_flight], _POLL_SECONDS, FIRST_COMPLETED)
+        ended = [flight for flight in self._in_flight if flight.reply.done()]
         # A request that was aborted before it was sent, or whose server cannot abort, has no tokens.
-        replies = [Reply([], [], "abort") if one.reply.cancelled() else one.reply.result() for one in ended]
-        urls = {one.url for one, reply in zip(ended, replies, strict=True) if one.url and reply.reason != "lost"}
+        replies = [Reply([], [], "abort") if f.reply.cancelled() else f.reply.result() for f in ended]
+        urls = {f.url for f, reply in zip(ended, replies, strict=True) if f.url and reply.reason != "lost"}
         holds = {url: self._fleet.holds(url) for url in urls if self.weight_mode == "copied"}
         for flight, reply in zip(ended, replies, strict=True):
             lost = reply.reason == "lost" or not holds.get(flight.url, True)
@@ -215,7 +202,7 @@ class ServerEngine(RolloutEngine):
                 reason = cast(FinishReason, reply.reason)
                 output = flight.request.output(reply.token_ids, reply.log_probs, reason, self._version or 0)
                 if output.finish_reason != "abort" or flight.ending:
-                    del self._in_flight[flight.name]
+                    self._in_flight.remove(flight)
                     if flight.request.on_finish is not None:
                         flight.request.on_finish(output)
                     continue
@@ -227,7 +214,8 @@ class ServerEngine(RolloutEngine):
                         f"the rollout server at {flight.url} breaks off the same request again and again, or "
                         "gives log-probs that are not finite: look for the cause in its log"
                     )
-            self._send_again(flight)
+            self._in_flight.remove(flight)
+            self._send(_InFlight(flight.request, ending=flight.ending, losses=flight.losses))
 
     def _completion(self, flight: _InFlight) -> Completion:
         request, params = flight.request, flight.request.params

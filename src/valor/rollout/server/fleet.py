@@ -129,8 +129,8 @@ class Fleet:
         """Whether a server answers and holds the last weights; WorkersReplaced where the only one does not."""
         with self.client.opened() as portal:
             try:
-                held = portal.call(partial(self.dialect.held_weights, url, leave=partial(self.leave, url)))
-                compare_names(url, held, self.name)
+                names = portal.call(partial(self.dialect.held_weights, url, leave=partial(self.leave, url)))
+                compare_names(url, names, self.name)
             except ServerLeft:
                 return False
             except WorkersReplaced:

@@ -5,7 +5,7 @@ Shapes: docs/servers.md.
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -26,7 +26,6 @@ class SGLang(Dialect):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._asleep: set[str] = set()
-        self._warned = False  # that this model's weights cannot be read back
 
     def address(self, url: str) -> str:
         return f"{root(url)}/generate"
@@ -53,8 +52,6 @@ class SGLang(Dialect):
             },
             "return_logprob": True,
             "rid": request.name,
-            # Cached keys and values are found only by prompts of the same weights.
-            **({} if request.weights is None else {"extra_key": request.weights}),
         }
 
     def read(self, reply: Any) -> Reply:
@@ -64,20 +61,16 @@ class SGLang(Dialect):
             raise ValueError(f"{len(ids)} tokens, and log-probs of {len(log_probs)} others")
         return Reply(ids, [float(log_prob) for log_prob, *_ in log_probs], info["finish_reason"]["type"])
 
-    def prompt_tokens(self, reply: Any) -> int:
-        return int(reply["meta_info"]["prompt_tokens"])
-
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
         return f"{root(url)}/abort_request", {"rid": name}
 
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        await self.wake(url, ["weights"], leave=leave)
+        await self.wake(url, leave=leave)
         order = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
         order |= {"flush_cache": True, "abort_all_requests": False}
         answer = await self._post(url, "update_weights_from_disk", order, leave=leave)
-        await self.wake(url, ["kv_cache"], leave=leave)
         problem = await self._problem(url, files, name, version) if answer["success"] else answer["message"]
         checker = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
         digest = f"{checker['per_engine_checksum']} of {len(checker['ranks'])} parts"
@@ -89,32 +82,29 @@ class SGLang(Dialect):
         return [name if _NAME.fullmatch(name) else None]
 
     async def sleep(self, url: str) -> None:
-        await self._post(url, "release_memory_occupation", {"tags": MEMORY}, pending=True)
+        await self._post(url, "release_memory_occupation", {"tags": MEMORY})
         self._asleep.add(url)
 
-    async def wake(self, url: str, tags: Sequence[str] = MEMORY, **how: Any) -> None:
+    async def wake(self, url: str, **how: Any) -> None:
         """The memory of the weights comes back empty: an update has to follow."""
         if url in self._asleep:
-            await self._post(url, "resume_memory_occupation", {"tags": tags}, **how)
-            if "kv_cache" in tags:
-                self._asleep.discard(url)
+            await self._post(url, "resume_memory_occupation", {"tags": MEMORY}, **how)
+            self._asleep.discard(url)
 
     async def _post(self, url: str, path: str, body: dict[str, Any] | None = None, **how: Any) -> Any:
         return await self.client.request(f"{root(url)}/{path}", body, **how)
 
     async def _problem(self, url: str, files: WeightFiles, name: str, version: int) -> str | None:
         """How the server's weights differ from those sent, by their name and the first values of some tensors."""
-        if (held := await self.held_weights(url)) != [name]:
-            return f"it says that it holds {held[0]}"
+        if (present := await self.held_weights(url)) != [name]:
+            return f"it says that it holds {present[0]}"
         names = list(files.first_values)
         start = version * _READ_BACK % len(names)
         for key in islice([*names[start:], *names[:start]], _READ_BACK):
             try:
                 values = await self._post(url, "get_weights_by_name", {"name": key, "truncate_size": 1})
             except TrainingStopped as error:
-                if not self._warned:
-                    logger.warning("weights cannot be read back, only their version is known: %s", error)
-                self._warned = True
+                logger.info("weights cannot be read back, only their version is known: %s", error)
                 return None
             while values and isinstance(values[0], list):
                 values = values[0]

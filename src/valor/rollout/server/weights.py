@@ -38,9 +38,9 @@ def written(config: RolloutConfig, weights: NamedTensors) -> Iterator[WeightFile
         yield WeightFiles(folder, int(total), first_values)
 
 
-def compare_names(url: str, held: Iterable[str | None], expected: str | None) -> None:
-    """WorkersReplaced when a worker `held` no weights of a run; TrainingStopped when others than `expected`."""
-    for name in held:
+def compare_names(url: str, names: Iterable[str | None], expected: str | None) -> None:
+    """WorkersReplaced when a worker has no weights of a run (None); TrainingStopped when others than `expected`."""
+    for name in names:
         if name is None:
             raise WorkersReplaced(f"the rollout server at {url} was started anew: it is sent the weights again")
         if expected is not None and name != expected:
