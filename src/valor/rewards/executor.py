@@ -19,7 +19,7 @@ from typing import Any
 from valor.rewards import registry
 from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess
-from valor.rewards.worker import RewardResult, Sample, WorkerSetup, gather
+from valor.rewards.worker import RewardResult, Sample, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -209,7 +209,7 @@ class RewardExecutor:
     def _started(self) -> GraderProcess | None:
         """A process that is ready; None when none gets so far."""
         for _ in range(_MAX_STARTS):
-            process = GraderProcess(WorkerSetup(self.custom, self.error_score, self.code_seconds, self.memory_mb))
+            process = GraderProcess(self.custom, self.error_score, self.code_seconds, self.memory_mb)
             try:
                 process.wait_until_ready(self._while_waiting)
                 return process
