@@ -211,17 +211,21 @@ class RewardExecutor:
         for _ in range(_MAX_STARTS):
             process = GraderProcess(self.custom, self.error_score, self.code_seconds, self.memory_mb)
             try:
-                process.wait_until_ready(self._while_waiting)
+                process.wait_until_ready(self._while_starting)
                 return process
             except (EOFError, TimeoutError, ValueError):
                 process.end()
         return None
 
+    def _while_starting(self, process: GraderProcess) -> None:
+        """Ends the wait when the executor is closed."""
+        if self._closed:
+            raise EOFError
+
     def _while_waiting(self, process: GraderProcess) -> None:
-        """Ends the wait when the executor is closed; adds a thread when this process waits, and so do samples."""
+        """Adds a thread when the process waits, and so do samples; not while one starts, or slow imports would."""
+        self._while_starting(process)
         with self._changed:
-            if self._closed:
-                raise EOFError
             if self._pending[False] and len(self._threads) < self.most_workers and not process.computes():
                 self._start_thread()
 
