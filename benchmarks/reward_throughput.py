@@ -59,7 +59,7 @@ def by_loop(samples: list[Sample], timeout: float) -> list[float | None]:
     for sample in samples:
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            scores.append(compute_score(*sample))
+            scores.append(compute_score(*sample[:4]))
         except TimeoutError:
             scores.append(None)
         finally:

@@ -27,7 +27,6 @@ _BLOCK = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-sys.set_int_max_str_digits(0)  # tests may have integers of any length
 # What solutions of LeetCode's form take for granted.
 _PRELUDE = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
@@ -136,6 +135,7 @@ def same_output(output: str, expected: str) -> bool:
 
 def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
     """The tests in a ground truth, in any of the forms of docs/sandbox.md. Raises ValueError for anything else."""
+    sys.set_int_max_str_digits(0)  # tests may have integers of any length
     truth = ground_truth
     if isinstance(truth, str):
         try:

@@ -19,7 +19,7 @@ from typing import Any
 from valor.rewards import registry
 from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess
-from valor.rewards.worker import RewardResult, Sample, WorkerSetup, gather
+from valor.rewards.worker import RewardResult, Sample, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -209,19 +209,23 @@ class RewardExecutor:
     def _started(self) -> GraderProcess | None:
         """A process that is ready; None when none gets so far."""
         for _ in range(_MAX_STARTS):
-            process = GraderProcess(WorkerSetup(self.custom, self.error_score, self.code_seconds, self.memory_mb))
+            process = GraderProcess(self.custom, self.error_score, self.code_seconds, self.memory_mb)
             try:
-                process.wait_until_ready(self._while_waiting)
+                process.wait_until_ready(self._while_starting)
                 return process
             except (EOFError, TimeoutError, ValueError):
                 process.end()
         return None
 
+    def _while_starting(self, process: GraderProcess) -> None:
+        """Ends the wait when the executor is closed."""
+        if self._closed:
+            raise EOFError
+
     def _while_waiting(self, process: GraderProcess) -> None:
-        """Ends the wait when the executor is closed; adds a thread when this process waits, and so do samples."""
+        """Adds a thread when the process waits, and so do samples; not while one starts, or slow imports would."""
+        self._while_starting(process)
         with self._changed:
-            if self._closed:
-                raise EOFError
             if self._pending[False] and len(self._threads) < self.most_workers and not process.computes():
                 self._start_thread()
 

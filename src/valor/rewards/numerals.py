@@ -84,11 +84,7 @@ def number_value(match: re.Match[str]) -> Fraction | None:
     exponent = int((match["exponent"] or "e0")[1:])
     if max(len(digits), len(denominator), abs(exponent)) > _MAX_DIGITS or not denominator.strip("0"):
         return None
-    value = Fraction(digits) if "." in digits else Fraction(int(digits))
-    if exponent:
-        value *= Fraction(10) ** exponent
-    if denominator != "1":
-        value /= int(denominator)
+    value = Fraction(f"{digits}e{exponent}") / int(denominator)
     negative = (match["sign"] in ("-", "\u2212")) != (match["inner"] is not None)
     return -value if negative else value
 

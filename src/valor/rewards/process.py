@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from valor.rewards.worker import HEADER, WorkerSetup, serve
+from valor.rewards.worker import HEADER, serve
 
 _MAX_REPLY = 1 << 28  # bytes; what says it is longer is no reply
 _START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
@@ -32,12 +32,13 @@ class GraderProcess:
     write into the pipe or leave running, nobody waits for it and no sample gets the result of another.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, *setup: Any) -> None:
+        """`setup`: arguments of `worker.serve`."""
         # Forks from a clean server process: this one's threads, locks and sockets are not the graders'.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self._channel, theirs = socket.socketpair()
-        self._process: Any = context.Process(target=serve, args=(setup, theirs), daemon=True)
+        self._process: Any = context.Process(target=serve, args=(theirs, *setup), daemon=True)
         # Python would run this process's main module again in the new one: seconds and hundreds of megabytes when it
         # imports torch or ray, and an endless recursion when it is a script without a `__main__` guard.
         with _starting:

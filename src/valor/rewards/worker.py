@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple, Self
 
@@ -94,30 +93,21 @@ def gather(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
     return results
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a grader process needs to know; picklable without the parent's modules."""
-
-    custom: CustomFunction | None
-    error_score: float
-    code_seconds: float
-    memory_mb: int | None
-
-
 class Grading:
-    """The grader of this process."""
+    """The grader of this process: the custom function, or that of each data source."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self.error_score = setup.error_score
-        self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
-        self._loop: asyncio.Runner | None = None
+    def __init__(self, custom: CustomFunction | None, error_score: float) -> None:
+        self.error_score = error_score
+        self._kwargs = dict(custom.kwargs) if custom else {}
+        # One loop for the life of the process: clients that a grader keeps open belong to their loop.
+        self._loop = asyncio.Runner()
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
         self._names = {field: field for field in ("data_source", "solution_str", "ground_truth", "extra_info", "turns")}
         try:
-            if setup.custom:
-                self._grader = setup.custom.load()
-                self._names = setup.custom.arguments(self._grader)
+            if custom:
+                self._grader = custom.load()
+                self._names = custom.arguments(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
@@ -130,8 +120,6 @@ class Grading:
             sample: Sample | list[Sample] = pickle.loads(pickled)
             value = self._grader(**self._arguments(sample), **self._kwargs)
             if inspect.iscoroutine(value):
-                # One loop for the life of the process: clients that a grader keeps open belong to their loop.
-                self._loop = self._loop or asyncio.Runner()
                 value = self._loop.run(value)
             if isinstance(sample, list):
                 if len(value) != len(sample):
@@ -203,7 +191,13 @@ def _text(text: str) -> str:
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
 
 
-def serve(setup: WorkerSetup, channel: socket.socket) -> None:
+def serve(
+    channel: socket.socket,
+    custom: CustomFunction | None,
+    error_score: float,
+    code_seconds: float,
+    memory_mb: int | None,
+) -> None:
     """What a grader process does: say that it is ready (None), then answer each sample with its result."""
     os.setsid()  # what graders start can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -213,10 +207,10 @@ def serve(setup: WorkerSetup, channel: socket.socket) -> None:
     # What a grader forks has no way to answer in the place of this process.
     pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))
-    configure(setup.code_seconds)
-    if setup.memory_mb and LIMITS_MEMORY:
-        _limit_memory(setup.memory_mb * 2**20)
-    grading = Grading(setup)
+    configure(code_seconds)
+    if memory_mb and LIMITS_MEMORY:
+        _limit_memory(memory_mb * 2**20)
+    grading = Grading(custom, error_score)
     number, result, samples = 0, None, channel.makefile("rb")
     with suppress(EOFError, OSError):  # nobody is left to hear of it
         while True:

@@ -24,7 +24,7 @@ from valor.lab.arithmetic import make_tokenizer
 from valor.rewards.custom import CustomFunction
 from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Grading as Worker
-from valor.rewards.worker import RewardResult, Sample, WorkerSetup
+from valor.rewards.worker import RewardResult, Sample
 from valor.rollout.base import Output, SamplingParams, Span
 from valor.user_files import pickled
 
@@ -86,7 +86,7 @@ class Graders:
     one_by_one = grades_everything = True
 
     def __init__(self, custom: CustomFunction | None = None) -> None:
-        self.worker: Any = Worker(WorkerSetup(custom, 0.0, 8.0, None))
+        self.worker: Any = Worker(custom, 0.0)
         self.graded: list[Sample] = []
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
@@ -180,7 +180,7 @@ def test_functions_of_the_users_own(loop: ToolLoop, tmp_path: Path) -> None:
     assert read("plain") == "So:\nI say 9"
     assert read("whole") == decode([episode.response_ids])[0]
     assert read("whole", kwargs={"transcript": "x"}) == "x"
-    worker = Worker(WorkerSetup(CustomFunction(str(path), "batches", whole_batch=True), 0.0, 8.0, None))
+    worker = Worker(CustomFunction(str(path), "batches", whole_batch=True), 0.0)
     samples = [Sample("s", "a", None), Sample("s", "b", None, None, ["b"], "said b")]
     found: Any = worker.grade(pickle.dumps(samples))
     assert [result.components["read"] for result in found] == ["a", "said b"]
