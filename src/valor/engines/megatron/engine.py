@@ -232,7 +232,7 @@ class MegatronEngine(TrainingEngine):
         return self._weights.norm() if self.optim is not None else 0.0
 
     def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._weights.whole(self.device)
+        return self._weights.full(self.device)
 
     @property
     def generation_module(self) -> None:
