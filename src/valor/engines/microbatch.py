@@ -80,25 +80,23 @@ class MicroBatches:
         max_rows: int | None,
         packed: bool,
     ) -> None:
-        self._lengths, self._budget, self._packed = lengths, budget, packed
+        self._lengths, self._order, self._budget, self._packed = lengths, order, budget, packed
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
-        self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        self._order = order
         self._plan()
 
     @property
     def last(self) -> bool:
         """Whether the present turn is the last one."""
-        return self._turns == 1
+        return len(self._waiting) == 1
 
     def __bool__(self) -> bool:
-        return self._turns > 0
+        return bool(self._waiting)
 
     @property
     def present(self) -> list[int]:
         """The rows of this turn; empty where only other ranks have some left."""
-        return self._waiting[0] if self._waiting else []
+        return self._waiting[0]
 
     @property
     def done(self) -> int:
@@ -108,7 +106,6 @@ class MicroBatches:
     def advance(self) -> None:
         """The present turn is done on all ranks."""
         self._waiting = self._waiting[1:]
-        self._turns -= 1
 
     def restart(self) -> None:
         """Begins again: the present rows did not fit, so micro-batches hold at most half as much from now on.
@@ -128,11 +125,12 @@ class MicroBatches:
         self._plan()
 
     def _plan(self) -> None:
-        self._waiting = plan_micro_batches(
+        groups = plan_micro_batches(
             self._lengths,
             self._order,
             max_tokens=self._budget.within(self._max_tokens),
             max_rows=self._max_rows,
             packed=self._packed,
         )
-        self._turns = max(1, max_over_ranks(len(self._waiting)))
+        turns = max(1, max_over_ranks(len(groups)))  # one for an empty batch, too: its model has gathers to serve
+        self._waiting = groups + [[]] * (turns - len(groups))

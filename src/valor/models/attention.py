@@ -6,7 +6,6 @@ Shapes: N positions, D head size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from valor.models.linear import computing_dtype
 
-_SHORT = 2**20  # queries times keys of a row up to which a CPU is faster with `_Products`, which keep all weights
-_BLOCK = 2**13  # queries times keys at once, which a CPU's cache can hold
+_SHORT = 2**13  # queries times keys of a row up to which a CPU is faster with `_Products`
 _PADDING = 2**14  # queries times keys that cost a CPU less than one more call
 VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
 
@@ -150,61 +148,42 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """The same with all weights at once, some queries after the other: two batched products and a float32 softmax. On
-    CPUs faster for short rows, above all backward. The query heads of a key head are more queries of it."""
+    """The same as two batched products and a float32 softmax whose weights are saved: on CPUs faster for short rows,
+    above all backward. The query heads of a key head are further queries of it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        n, m = q.shape[2], k.shape[2]
-        grouped = q.unflatten(1, (k.shape[1], -1))
+        (n, m), grouped = (q.shape[2], k.shape[2]), q.unflatten(1, (k.shape[1], -1))
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
-        out = q.new_empty(*grouped.shape[:4], v.shape[-1])
-        saved = []
-        for start, end in _blocks(n, m):
-            queries = grouped[:, :, :, start:end].reshape(len(keys), -1, q.shape[-1])
-            seen = m - n + end
-            scores = _bmm(queries, keys[:, :seen].transpose(1, 2)).float().mul_(scale)
-            future = torch.ones(end - start, seen, dtype=torch.bool).triu_(seen - (end - start) + 1)
-            scores.unflatten(1, (-1, end - start)).masked_fill_(future, -torch.inf)
-            weights = torch.softmax(scores, -1).to(q.dtype)
-            part = _bmm(weights, values[:, :seen]).to(q.dtype)
-            out[:, :, :, start:end] = part.view(*grouped.shape[:3], end - start, -1)
-            saved += [queries, weights, part]
-        ctx.save_for_backward(keys, values, *saved)
+        queries = grouped.reshape(len(keys), -1, q.shape[-1])
+        scores = _bmm(queries, keys.transpose(1, 2)).float().mul_(scale)
+        future = torch.ones(n, m, dtype=torch.bool).triu_(m - n + 1)
+        scores.unflatten(1, (-1, n)).masked_fill_(future, -torch.inf)
+        weights = torch.softmax(scores, -1).to(q.dtype)
+        out = _bmm(weights, values).to(q.dtype)
+        ctx.save_for_backward(keys, values, queries, weights, out)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
-        return out.flatten(1, 2)
+        return out.view(*grouped.shape[:4], -1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        keys, values, *saved = ctx.saved_tensors
-        (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
-        grouped = grads[0].unflatten(1, (kv_heads, -1))
-        d_query = keys.new_empty(b, kv_heads, heads // kv_heads, n, size)
-        d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))  # sums over blocks
-        for i, (start, end) in enumerate(_blocks(n, m)):
-            queries, weights, part = saved[3 * i : 3 * i + 3]
-            grad = grouped[:, :, :, start:end].reshape(part.shape)
-            seen = m - n + end
-            # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
-            inner = torch.linalg.vecdot(grad.float(), part.float())[..., None]
-            scores = _bmm(grad, values[:, :seen].transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale)
-            scores = scores.to(grad.dtype)
-            d_query[:, :, :, start:end] = _bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
-            d_key[:, :seen] += _bmm(scores.transpose(1, 2), queries)
-            d_value[:, :seen] += _bmm(weights.transpose(1, 2), grad)
-        gradients = (d_query, d_key.to(keys.dtype), d_value.to(values.dtype))
-        return (*(x.view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None)
+        keys, values, queries, weights, out = ctx.saved_tensors
+        grad = grads[0].reshape(out.shape)
+        # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
+        inner = torch.linalg.vecdot(grad.float(), out.float())[..., None]
+        scores = _bmm(grad, values.transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale).to(grad.dtype)
+        gradients = (
+            _bmm(scores, keys),
+            _bmm(scores.transpose(1, 2), queries),
+            _bmm(weights.transpose(1, 2), grad),
+        )
+        return (*(x.to(keys.dtype).view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """The batched product, float32 where that is faster than the numbers' own dtype."""
     dtype = computing_dtype(a)
     return torch.bmm(a.to(dtype), b.to(dtype))
-
-
-def _blocks(n: int, m: int) -> Iterator[tuple[int, int]]:
-    size = max(_BLOCK // m, 32)
-    return ((start, min(start + size, n)) for start in range(0, n, size))
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from valor.config.engine import BackboneConfig, FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
-from valor.engines.base import Limit, LossFn
-from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
+from valor.engines.base import Limit, LossFn, TrainingEngine, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import (
     gathered,
@@ -71,7 +70,7 @@ def build_fsdp(
     return engine
 
 
-class FSDPEngine(EngineCore):
+class FSDPEngine(TrainingEngine):
     """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from valor.config.engine import BackboneConfig, MegatronConfig, OptimConfig
 from valor.data.batch import Batch
-from valor.engines.base import Limit, LossFn
-from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
+from valor.engines.base import Limit, LossFn, TrainingEngine, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
 from valor.engines.megatron.layout import make_groups, mpu
@@ -60,7 +59,7 @@ def build_megatron(
     return MegatronEngine(module, megatron=section.megatron, optim=optim, device=device, total_steps=total_steps)
 
 
-class MegatronEngine(EngineCore):
+class MegatronEngine(TrainingEngine):
     """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     megatron-core's groups exist before the engine (`make_groups`). The weights are those of rank 0's `module`, which
@@ -233,7 +232,7 @@ class MegatronEngine(EngineCore):
         return self._weights.norm() if self.optim is not None else 0.0
 
     def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._weights.whole(self.device)
+        return self._weights.full(self.device)
 
     @property
     def generation_module(self) -> None:

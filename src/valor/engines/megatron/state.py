@@ -28,12 +28,12 @@ def _trained(optimizer: Any, parameter: nn.Parameter, what: str) -> Tensor:
     """The float32 weights (`param`) or one of MOMENTS, in the parameter's shape, whichever of its data-parallel ranks
     has which part of them (collective over these)."""
     part, main, begin = _find(optimizer, parameter)
-    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if main is not None:
         local = main if what == "param" else part.optimizer.state[main][what]
-        whole[begin : begin + local.numel()] = local.detach().view(-1)
-    dist.all_reduce(whole, group=part.data_parallel_group)
-    return whole.view(parameter.shape)
+        full[begin : begin + local.numel()] = local.detach().view(-1)
+    dist.all_reduce(full, group=part.data_parallel_group)
+    return full.view(parameter.shape)
 
 
 def _set_trained(optimizer: Any, parameter: nn.Parameter, values: dict[str, Tensor], updates: int) -> None:
@@ -79,15 +79,15 @@ def save(path: Path, weights: Weights, module: nn.Module, optimizer: Any, counte
     """Diverged: some numbers are not finite."""
     moments = MOMENTS if optimizer is not None and counters.updates else ()
     tensors: dict[str, Tensor] = {}
-    stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)  # all of its ranks read whole tensors
+    stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)  # all of its ranks read full tensors
     for number, slot in enumerate(weights.slots):
         for what in ("param", *moments):
             values = [p.detach() if optimizer is None else _trained(optimizer, p, what) for p in slot.parameters]
-            whole = slot.read(values)
-            if not checkpoint.is_finite(whole):
+            full = slot.read(values)
+            if not checkpoint.is_finite(full):
                 raise checkpoint.not_saved(slot.name if what == "param" else f"{what} of {slot.name}")
             if number % stage.size() == stage.rank() and weights.owns(slot):
-                tensors[_stored_name(slot.name, what)] = whole.cpu().contiguous()
+                tensors[_stored_name(slot.name, what)] = full.cpu().contiguous()
     steps = {name: {"step": {"tensor": float(counters.updates), "dtype": "float32"}} for name in weights.shapes}
     kind = OPTIMIZER if optimizer is not None else None
     checkpoint.write(path, module, tensors, counters, kind, steps if moments else {})
@@ -109,10 +109,10 @@ def load(path: Path, weights: Weights, module: nn.Module, optimizer: Any) -> Cou
         values = {what: [torch.zeros(parameter.shape) for parameter in parameters] for what in kinds}
         for slot in slots:
             for what in kinds:
-                whole = wholes[_stored_name(slot.name, what)]
-                if not checkpoint.is_finite(whole):
+                full = wholes[_stored_name(slot.name, what)]
+                if not checkpoint.is_finite(full):
                     raise checkpoint.of_no_use(path, slot.name)
-                slot.write(values[what], whole)
+                slot.write(values[what], full)
         for number, parameter in enumerate(parameters):
             read = {what: values[what][number].to(parameter.device) for what in kinds}
             parameter.data.copy_(read["param"])

@@ -56,7 +56,7 @@ class Slot:
     stacked: bool
 
     def read(self, values: Sequence[Tensor]) -> Tensor:
-        """The whole tensor (collective in the groups), from tensors of the parameters' shapes."""
+        """The full tensor (collective in the groups), from tensors of the parameters' shapes."""
         cuts = [self.cut(value.detach()) for value in values]
         part = torch.stack(cuts) if self.stacked else cuts[0]
         for group, dim in self.groups:
@@ -65,9 +65,9 @@ class Slot:
             part = torch.cat(parts, dim).narrow(dim, 0, self.shape[dim])
         return part.reshape(self.flat)
 
-    def write(self, values: Sequence[Tensor], whole: Tensor) -> None:
-        """This rank's part of `whole` into tensors of the parameters' shapes."""
-        part = whole.view(self.shape)
+    def write(self, values: Sequence[Tensor], full: Tensor) -> None:
+        """This rank's part of `full` into tensors of the parameters' shapes."""
+        part = full.view(self.shape)
         for group, dim in self.groups:
             size = -(-self.shape[dim] // group.size())
             begin = min(group.rank() * size, self.shape[dim])
@@ -181,8 +181,8 @@ class Weights:
             if name in self._by_name:
                 self._by_name[name].write(self._by_name[name].parameters, value)
 
-    def whole(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time, on all ranks (collective)."""
+    def full(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, full, one at a time, on all ranks (collective)."""
         dtype = self.slots[0].parameters[0].dtype
         for name, shape in self.shapes.items():
             slot = self._by_name.get(name)
