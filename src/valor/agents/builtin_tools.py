@@ -7,7 +7,7 @@ from typing import Any
 
 from valor.agents.mcp_tools import mcp_tools
 from valor.agents.search.client import SearchFailed, open_retriever, results_text
-from valor.agents.tools import ToolResult
+from valor.agents.tools import ToolError, ToolResult
 from valor.errors import UserError
 from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
 
@@ -77,8 +77,9 @@ def make_search(enable_global_rate_limit: bool = True, **config: Any) -> Callabl
         Args:
             query_list: List of search queries
         """
+        error: ToolError | None = None
         try:
-            results, error = await retriever.retrieve(query_list), None
+            results = await retriever.retrieve(query_list)
             text = results_text(results) if any(results) else "No search results found."
         except SearchFailed as failure:
             text, error = f"Search error: {failure}", "failed"

@@ -108,7 +108,7 @@ class EnvironmentLoop(AgentLoop):
 
     async def _answer(
         self, play: Play, call: Call, text: str, finish_reason: FinishReason
-    ) -> Sequence[Message] | EpisodeEnd:
+    ) -> list[Message] | EpisodeEnd:
         """The environment's messages. A turn that a limit cuts off reaches it too: otherwise a policy that never ends
         would never lose."""
         if finish_reason == "abort":
@@ -122,7 +122,7 @@ class EnvironmentLoop(AgentLoop):
             return "stop" if done else finish_reason
         if len(play.turns) >= self._most_turns:
             return "turns"
-        return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
     async def _call(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
         seconds = (method == "open" and environment.open_seconds) or self._seconds

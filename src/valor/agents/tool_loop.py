@@ -63,7 +63,7 @@ class ToolLoop(AgentLoop):
 
 
 async def converse(
-    play: Play, talk: Conversation, answer: Callable[[str, FinishReason], Awaitable[Sequence[Message] | EpisodeEnd]]
+    play: Play, talk: Conversation, answer: Callable[[str, FinishReason], Awaitable[list[Message] | EpisodeEnd]]
 ) -> EpisodeEnd:
     """Alternate turns of the policy with `answer(text, finish_reason)`: messages, or why the episode ends here."""
     if play.room < 1:
@@ -72,7 +72,7 @@ async def converse(
     while True:
         output = await play.turn()
         reply = await answer(talk.answer(output), output.finish_reason)
-        if isinstance(reply, str):
+        if not isinstance(reply, list):
             return reply
         if not play.tell(talk, reply):
             return "length"

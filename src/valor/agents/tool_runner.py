@@ -60,8 +60,10 @@ async def run_tool(
             call, give_up = start(partial(function, **arguments))
             value, error = await _outcome(call, give_up, seconds, name)
     finally:
-        if lock is not None:
-            lock.release() if call is None else call.add_done_callback(lambda _: lock.release())
+        if lock is not None and call is None:
+            lock.release()
+        if lock is not None and call is not None:
+            call.add_done_callback(lambda _: lock.release())
     if error is not None and not isinstance(error, UserError):
         raise ToolFailed("exception", f"{name} raised {exception_text(error)}") from error
     if error is not None:

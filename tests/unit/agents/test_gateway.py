@@ -206,21 +206,6 @@ async def _ending(output, reason):
     return replace(await output, finish_reason=reason)
 
 
-@pytest.mark.parametrize("before", [0, 1], ids=["at the start", "later"])
-def test_a_refused_number_of_tokens_changes_nothing(gateway, before):
-    async def conversation(post, session):
-        asked = [*QUESTION]
-        for _ in range(before):
-            asked.append((await post({"messages": asked})).json()["choices"][0]["message"])
-            asked.append({"role": "user", "content": "2+2="})
-        assert (await post({"messages": asked, "max_tokens": -1})).status_code == 400
-        assert (await post({"messages": asked, "max_tokens": 30})).status_code == 200
-        assert CHAT.decode(session.play.row) == CHAT.render(asked) + "ok<|end|>"
-        assert [turn.prompt_ids for turn in session.play.turns] == [None] * (before + 1)
-
-    talk(gateway, conversation)
-
-
 def test_an_answer_that_an_ended_episode_waits_for_is_dropped(gateway):
     async def conversation(post, session):
         async def never(*_):

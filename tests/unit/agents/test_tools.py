@@ -343,6 +343,22 @@ def test_a_call_waits_for_one_that_was_given_up():
     assert run(episode()) == ("timeout", "timeout", "1")
 
 
+def test_an_interrupted_method_leaves_the_environment_free():
+    class Slow(Counter):
+        def wait(self) -> None:
+            """Wait."""
+            while True:
+                time.sleep(0.01)
+
+    toolbox = box(environment_source(Slow), tool_timeout=0.5)
+
+    async def episode():
+        await toolbox.open({"start": 3})
+        return (await call(toolbox, "wait")).error, await toolbox.rewards()
+
+    assert run(episode()) == ("timeout", 0.3)
+
+
 def test_an_environment_that_cannot_begin_is_an_error_of_the_episode():
     toolbox = box(environment_source(Counter))
     with pytest.raises(EpisodeFailed, match=r"reset raised TypeError: .*'start'"):
