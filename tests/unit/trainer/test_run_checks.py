@@ -19,6 +19,49 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
+        (
+            ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.critic_warmup=3"],
+            "trainer.critic_warmup=3 needs a critic",
+        ),
+        (["critic.freeze=true", "critic.model.path=x", "trainer.critic_warmup=3"], "critic_warmup trains the critic"),
+        (["critic.freeze=true"], "critic.model.path is not set"),
+        (
+            ["algorithm.reward_source=critic", "algorithm.adv_estimator=reinforce_plus_plus"],
+            "reward_source=critic needs a critic",
+        ),
+        (["algorithm.reward_source=critic", "algorithm.reward_mask_ratio=0.5"], "missing_reward=critic"),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.missing_reward=bootstrap",
+                "algorithm.adv_estimator=reinforce_plus_plus",
+            ],
+            "missing_reward=bootstrap needs a critic",
+        ),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.reward_mask_flip_adv_when_masked=true",
+                "algorithm.adv_whitening=mini_batch",
+            ],
+            "acts after whitening",
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.rollout_correction.loss_type=reinforce",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            ],
+            "algorithm.rollout_correction.loss_type=reinforce and actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_penalty=full",
+            ],
+            "algorithm.kl_penalty=full needs a pass of the actor",
+        ),
         (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
         (
             ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncation_bootstrap=true"],
