@@ -144,7 +144,6 @@ class MegatronConfig(Section):
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of consecutive layers; must divide the layers."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = hidden(None)
-    """Virtual pipeline stages per rank."""
     context_parallel_size: PositiveInt = 1
     """Processes that share the positions of every row (all-to-all over the heads); needs packed rows."""
     expert_model_parallel_size: PositiveInt = 1
@@ -154,11 +153,8 @@ class MegatronConfig(Section):
     override_transformer_config: dict[str, Any] = key({})
     """Further fields of megatron-core's TransformerConfig, such as recompute_granularity."""
     dtype: DType = follows("..fsdp_config.dtype", "bfloat16")
-    """Precision of parameters and computing."""
     param_offload: bool = follows("..fsdp_config.param_offload", False)
-    """Whether parameters leave the device while the role is idle."""
     optimizer_offload: bool = follows("..fsdp_config.optimizer_offload", False)
-    """Whether gradients and optimizer state do."""
 
     @property
     def sizes(self) -> dict[str, int]:
