@@ -22,14 +22,14 @@ _OF_POLICY_TRAINING = """
     trainer.episode_data_dir actor_rollout_ref.rollout.agent.replay_dir trainer.rollout_probs_diff_warn
 """
 _OF_CRITIC_TRAINING = """
-    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps
     critic.ppo_epochs critic.ppo_mini* critic.shuffle data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """
 _OF_ROLES = """
-    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.use_dynamic_bsz
-    critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
+    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy
+    critic.ppo_micro* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
     trainer.node_* trainer.master_*
     actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """

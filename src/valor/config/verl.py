@@ -38,7 +38,6 @@ critic.fsdp.* critic.model.fsdp_config.* -> critic.fsdp_config.*
 {A}.fsdp_config.gradient_checkpointing -> {M}.enable_gradient_checkpointing
 {R}.n_agent -> {R}.n
 data.(tool_config_path function_tool_path) -> {R}.multi_turn.
-data.tokenizer -> {M}.tokenizer_path
 {A}.use_prefix_grouper -> {M}.share_prefixes
 critic.model.external_lib -> {M}.external_lib
 trainer.v1.*_async.num_warmup_batches -> trainer.v1.num_warmup_batches
@@ -159,7 +158,6 @@ critic.fsdp_config.(offload_policy reshard_after_forward fsdp_size) critic.(loss
     always exactly
 data.(return_raw_chat return_full_prompt) : messages are always kept
 data.val_batch_size : generation gets all validation prompts, and makes batches of its own
-data.validation_shuffle : validation keeps the file's order
 data.(dataloader_num_workers use_shm filter_overlong_prompts_workers) : prompts are read and measured in the trainer's
     process
 critic.model.(tokenizer_path custom_chat_template) : the policy's tokenizer is used
@@ -203,7 +201,6 @@ skip.* {R}.(skip.* skip_rollout skip_dump_dir) ! rollouts are not cached
 data.(image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*) ! training is on
     text
 data.sampler.* ! sampling of prompts is data.shuffle and data.seed
-data.tools_key ! tools are read from the column 'tools': rename it
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*
 reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_function.*
 distillation.* ! distillation is not supported
