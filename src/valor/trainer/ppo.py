@@ -71,7 +71,7 @@ class PPORun(Run):
             eos_token_ids=self.inputs.eos_token_ids,
             separator_id=self.inputs.separator_id,
         )
-        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
+        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init)
         stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
         stack.callback(self.collector.close)
