@@ -69,7 +69,7 @@ def load_object(name: str, key: str) -> Any:
         except Exception as error:
             raise UserError(f"{key}: '{source}' cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, member):
-        names = [one for one in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))} if one[0] != "_"]
+        names = [name for name in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))} if name[0] != "_"]
         there = did_you_mean(member, names) or f" (it has {', '.join(names[:10]) or 'none'})"
         raise UserError(f"{key}: {source} has no '{member}'{there}")
     return getattr(module, member)

@@ -261,16 +261,16 @@ SPELLINGS = tuple(_rows())
 
 def find_spelling(root: type[BaseModel], key: str, value: Any) -> tuple[Spelling, str | None] | None:
     """The first rule that applies to `key`, and the key of `root` that it leads to (over further rules, if need be)."""
-    for one in SPELLINGS:
-        star = one.match(key, value)
+    for rule in SPELLINGS:
+        star = rule.match(key, value)
         if star is None:
             continue
-        if one.target is None:
-            return one, None
-        target = one.target.replace("*", star)
+        if rule.target is None:
+            return rule, None
+        target = rule.target.replace("*", star)
         if exists(root, target) and not is_section(root, target):
-            return one, target
+            return rule, target
         further = find_spelling(root, target, value)
         if further is not None:
-            return further[0] if further[0].target is None else one, further[1]
+            return further[0] if further[0].target is None else rule, further[1]
     return None
