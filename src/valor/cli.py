@@ -115,7 +115,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         name = self.prefix + cmd_name
         if name not in COMMANDS:
-            return Commands(f"{name} ") if any(one.startswith(f"{name} ") for one in COMMANDS) else None
+            return Commands(f"{name} ") if any(other.startswith(f"{name} ") for other in COMMANDS) else None
         target, about = COMMANDS[name]
         if name not in RUNS:
             return resolve_name(target)
@@ -123,20 +123,20 @@ class Commands(click.Group):
 
         example, page = RUNS[name]
         text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
-        made = command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)
-        return made(resolve_name(target))
+        decorate = command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)
+        return decorate(resolve_name(target))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.names])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
-        found = self.get_command(ctx, args[0])
-        if found is None:
+        chosen = self.get_command(ctx, args[0])
+        if chosen is None:
             near = did_you_mean(args[0], self.list_commands(ctx))
             there = ", ".join(name.removeprefix(self.prefix) for name in self.names)
             raise UserError(f"{ctx.command_path}: there is no command '{args[0]}'{near}; there are: {there}")
-        return args[0], found, args[1:]
+        return args[0], chosen, args[1:]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and self.prefix:
@@ -156,8 +156,8 @@ class RunCommand(Command):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code 2 with one clear line for a mistake of the user's."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
-        return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
-    asked_for = ["--help"] if arguments == ["help"] else arguments
-    return exit_code(lambda: disk_errors(Path())(run)(Commands(), asked_for, "valor"))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if instruction := os.environ.get("_VALOR_COMPLETE"):  # a shell's completion: docs/installation.md
+        return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", instruction)
+    words = ["--help"] if words == ["help"] else words
+    return exit_code(lambda: disk_errors(Path())(run)(Commands(), words, "valor"))

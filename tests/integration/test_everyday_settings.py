@@ -768,6 +768,7 @@ for key in (
 
 @promise(f"{ROLLOUT}.name")
 def _(run: Run, value: str) -> None:
+    assert "name: native" in (run.run_dir / "config.yaml").read_text()
 
 
 # --- resuming

@@ -44,7 +44,7 @@ def policy_group(
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
-    with closing(start_pools(placement, specs, config.ray_kwargs.ray_init.model_dump())) as roles:
+    with closing(start_pools(placement, specs, config.ray_kwargs.ray_init)) as roles:
         yield Collector(config, inputs, roles, say)
 
 

@@ -111,17 +111,12 @@ class RefConfig(Section):
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
     megatron: RefMegatronConfig = section(RefMegatronConfig)
     strategy: Strategy = follows("actor_rollout_ref.actor.strategy")
-    """Training engine."""
     log_prob_max_token_len_per_gpu: PositiveInt = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
-    """Most tokens in a forward micro-batch of one process."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = follows(
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )
-    """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Whether micro-batches are formed by tokens alone."""
     ulysses_sequence_parallel_size: PositiveInt = follows("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    """Processes that share their rows."""
 
     @property
     def max_rows(self) -> int | None:

@@ -35,7 +35,7 @@ class Reading:
     set_keys: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
-    presets: dict[str, list[str]] = field(default_factory=dict)  # of each built-in one, the keys that it decides
+    presets: dict[str, list[str]] = field(default_factory=dict)  # by preset, the keys that it decides
 
 
 def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
@@ -79,22 +79,26 @@ def _composed(
             store.store(name=built_in, node=node)
     with initialize_config_dir(str(folder), version_base="1.3") if folder else initialize(None, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        groups = [one for one in overrides if one.package is not None or loader.get_group_options(one.key_or_group)]
+        groups = [
+            override
+            for override in overrides
+            if override.package is not None or loader.get_group_options(override.key_or_group)
+        ]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            config = compose(config_name=name, overrides=[one.input_line or "" for one in groups])
+            config = compose(config_name=name, overrides=[group.input_line or "" for group in groups])
         reading.notes += [_first_line(warning.message) for warning in caught]
         chosen = loader.compute_defaults_list(name, [], RunMode.RUN).defaults
-    used = [one.config_path for one in chosen if f"{one.config_path}.yaml" in store.repo]
+    used = [node.config_path for node in chosen if f"{node.config_path}.yaml" in store.repo]
     reading.presets = {preset: [] for preset in used if preset in PRESETS}
     OmegaConf.set_struct(config, False)
-    return config, [one for one in overrides if one not in groups]
+    return config, [override for override in overrides if override not in groups]
 
 
 def _apply(root: type[BaseModel], config: DictConfig, override: Override, reading: Reading) -> None:
     """Set or reset one key, whether the schema has it or not."""
     key, text, value, mistakes = override.key_or_group, override.input_line, override.value(), reading.mistakes
-    leaf = next((one.name for one in plain_keys(root) if key.startswith(f"{one.name}.")), None)
+    leaf = next((plain.name for plain in plain_keys(root) if key.startswith(f"{plain.name}.")), None)
     if below(key, "hydra"):
         reading.notes.append(f"{key} has no effect: Valor composes with Hydra but writes nothing through it")
     elif override.is_delete() and value is not None:

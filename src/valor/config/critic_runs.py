@@ -19,14 +19,14 @@ _POLICY_UPDATE = """
     trainer.rollout_probs_diff_warn
 """
 _CRITIC_UPDATE = """
-    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps
     critic.ppo_epochs critic.ppo_mini* critic.shuffle data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """
 _PROCESSES = """
-    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.*micro* critic.use_dyn*
-    critic.checkpoint.* trainer.controller trainer.n*node* trainer.node_* trainer.master_* ray_kwargs.*
+    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.ppo_micro*
+    trainer.controller trainer.n*node* trainer.node_* trainer.master_* ray_kwargs.*
     actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """
 

@@ -152,11 +152,8 @@ class MegatronConfig(Section):
     override_transformer_config: dict[str, Any] = key({})
     """Further fields of megatron-core's TransformerConfig, such as recompute_granularity."""
     dtype: DType = follows("..fsdp_config.dtype", "bfloat16")
-    """Precision of parameters and computing."""
     param_offload: bool = follows("..fsdp_config.param_offload", False)
-    """Whether parameters leave the device while the role is idle."""
     optimizer_offload: bool = follows("..fsdp_config.optimizer_offload", False)
-    """Whether gradients and optimizer state do."""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -35,8 +35,8 @@ def inherited_from(key: Key) -> str | None:
 
 def single_source(key: Key) -> str | None:
     """The key whose value `key` takes unchanged, if there is one."""
-    whole = _REFERENCE.fullmatch(inherited_from(key) or "")
-    return whole and whole[1]
+    reference = _REFERENCE.fullmatch(inherited_from(key) or "")
+    return reference and reference[1]
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class LoadedConfig(Generic[Root]):
     """A validated tree and how it came about.
 
     explicit_keys: keys set by an override, or by a yaml file to something other than the default.
-    notes: what to tell the user once (aliases that were read, settings without effect).
+    notes: lines to print once (aliases that were read, settings without effect).
     presets: of each built-in named configuration that was asked for, the keys whose values are its own.
     """
 
@@ -108,10 +108,10 @@ def _reasons(config: Section, key: str) -> Iterator[str]:
             yield f"no effect: {reason}"
     for condition, reason, rule_key in conditions(type(config), key):
         alternatives = condition.split(" or ")
-        asked = [_named(one, rule_key) for one in alternatives]
-        if key in asked or any(_holds(config, one, rule_key) for one in alternatives):
+        sources = [_named(alternative, rule_key) for alternative in alternatives]
+        if key in sources or any(_holds(config, alternative, rule_key) for alternative in alternatives):
             continue
-        value, short = get_at(config, asked[0]), ".".join(asked[0].split(".")[-2:])
+        value, short = get_at(config, sources[0]), ".".join(sources[0].split(".")[-2:])
         if reason or value is None:
             yield f"no effect: {reason or f'{short} is not set'}"
         else:

@@ -149,7 +149,7 @@ class PPOConfig(Section):
             yield f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
 
     def _cluster(self) -> Iterator[str]:
-        if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.address is not None:
+        if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.get("address") is not None:
             yield "trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one"
 
     def _batches(self) -> Iterator[str]:

@@ -79,7 +79,6 @@ class ServerConfig(Section):
     sleep: bool = key(False, {"actor_rollout_ref.rollout.name=sglang": "only SGLang's servers are put to sleep"})
     """sglang: servers at base_url are on the trainer's devices: they release their memory while it trains."""
     log_dir: PathStr = follows("trainer.default_local_dir")
-    """Folder of the logs of servers that are started here."""
 
 
 class MultiTurnConfig(Section):
@@ -181,7 +180,6 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Old and reference log-probs: most tokens (padding included) in a micro-batch of one process."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Whether these micro-batches are formed by tokens alone."""
     val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
     checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
     server: ServerConfig = section(ServerConfig)

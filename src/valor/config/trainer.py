@@ -1,9 +1,9 @@
 """`trainer`, `resource_pools` and `ray_kwargs`: the run's length, processes, logging, validation, checkpoints."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
 
@@ -167,16 +167,8 @@ class PoolConfig(Section):
     """CPU threads of each process; null is trainer.num_threads."""
 
 
-class RayInitConfig(Section):
-    """Arguments of ray.init: any that Ray knows may be added, such as num_cpus."""
-
-    model_config = ConfigDict(extra="allow")
-
-    address: str | None = None
-    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
-
-
 class RayKwargsConfig(Section):
     """Ray."""
 
-    ray_init: RayInitConfig = section(RayInitConfig)
+    ray_init: dict[str, Any] = key({})
+    """Arguments of ray.init: address (of a cluster to join; auto joins the one that runs here), num_cpus, others."""

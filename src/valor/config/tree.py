@@ -59,12 +59,11 @@ def plain_keys(root: type[BaseModel]) -> list[Key]:
 
 
 def is_open(root: type[BaseModel], name: str) -> bool:
-    """Whether `name` lies inside an open dict or a section that takes any key (third-party options)."""
+    """Whether `name` lies inside an open dict (third-party options)."""
     while "." in name:
         name = name.rpartition(".")[0]
         if around := schema(root).get(name):
-            takes_any = around.section is not None and around.section.model_config.get("extra") == "allow"
-            return takes_any or get_origin(around.info.annotation) is dict
+            return get_origin(around.info.annotation) is dict
     return False
 
 

@@ -117,7 +117,7 @@ def resolve_placement(config: PPOConfig) -> Placement:
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
     remote_engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
-    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"))
     main = alone.pools[MAIN]
     each = main.processes_per_node + sum(pool.n_gpus_per_node for pool in config.pools.values())
     main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))

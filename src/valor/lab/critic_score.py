@@ -77,7 +77,7 @@ def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, B
     rollouts, branches = _rollouts(config, placement)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
-    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init.model_dump())
+    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
     with closing(roles), phase("values", len(rollouts), unit="sample"):
         output = roles["critic"].compute_values(rollouts, with_quantiles=True)
     values = output["values"]

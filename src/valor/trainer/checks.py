@@ -116,7 +116,7 @@ def _phases(config: PPOConfig) -> Iterator[str]:
 def placed(config: PPOConfig) -> Placement:
     """The processes of the run's roles. UserError: there is no room, or the generation engine does not start there."""
     if isinstance(config, CriticRunConfig):  # policy and critic take turns
-        placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+        placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"))
     else:
         placement = resolve_placement(config)
     if config.generator is not None:

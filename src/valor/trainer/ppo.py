@@ -70,7 +70,7 @@ class PPORun(Run):
             separator_id=self.inputs.separator_id,
         )
         self.trained_roles = [name for name, spec in specs.items() if not spec.replaceable]
-        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
+        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init)
         stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
         stack.callback(self.collector.close)

@@ -64,7 +64,7 @@ class CriticPretrainRun(Run):
         self._split(self._rollouts(resuming=resuming))
         specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
         specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
-        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
+        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init)
         stack.callback(roles.close)
         self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips))
         return roles

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
-from valor.config.inheritance import fill_inherited, inherited_from, lookup
-from valor.config.tree import fields
+from valor.config.inheritance import fill_inherited, inherited_from, lookup, single_source
+from valor.config.tree import fields, flatten, get_at, schema
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
@@ -81,3 +81,21 @@ def test_filling_leaves_the_given_tree_alone():
     assert filled["actor_rollout_ref"]["actor"]["loss_scale_factor"] == 5
     assert lookup(PPOConfig, tree, "actor_rollout_ref.actor.loss_scale_factor") == 5
     assert lookup(PPOConfig, tree, "no.such.key") is None
+
+
+def test_what_follows_is_no_key_and_has_its_sources_value():
+    following = [key for key in fields(PPOConfig).values() if key.declared("hidden")]
+    assert len(following) > 40 and not {key.name for key in following} & schema(PPOConfig).keys()
+    actor = {"fsdp_config": {"fsdp_size": 4, "param_offload": True}, "use_dynamic_bsz": True, "strategy": "megatron"}
+    actor["megatron"] = {"context_parallel_size": 2}
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": actor}})
+    ref, critic = config.actor_rollout_ref.ref, config.critic
+    assert ref.fsdp_config.fsdp_size == critic.fsdp_config.fsdp_size == 4
+    assert (ref.strategy, ref.max_rows, ref.megatron.sizes["context"]) == ("megatron", None, 2)
+    assert config.actor_rollout_ref.actor.megatron.param_offload and not ref.megatron.param_offload
+    for key in following:
+        source = single_source(key)
+        assert source is None or get_at(config, key.name) == get_at(config, source), key.name
+    dumped = flatten(config.model_dump())
+    assert not any(key.name in dumped for key in following)
+    assert PPOConfig.model_validate(config.model_dump()) == config
