@@ -21,6 +21,7 @@ PREFIX = "reasoning_gym/"
 QUESTION = "{question}"  # where a template takes the question
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+_LETTERS = "ABCDEFGHIJ"
 _SIZE = 2**31 - 1  # a task makes any number of puzzles, each from (seed, index), when it is read
 
 
@@ -169,6 +170,35 @@ def _search_question(record: Record) -> Example | None:
     return Example(question, {"target": answers}, {"question": question}, source) if answers else None
 
 
+def _mmlu(record: Record) -> Example:
+    """Lettered choices; the ground truth is the right one's letter. `answer` is its index, or the letter."""
+    choices, answer = list(value(record, "choices")), value(record, "answer")
+    index = _LETTERS.find(answer.strip().upper()) if isinstance(answer, str) else int(answer)
+    if not 0 <= index < len(choices):
+        raise ValueError(f"the answer {answer!r} is none of its {len(choices)} choices")
+    lettered = "\n".join(f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
+    question, subject = text(record, "question"), record.get("subject")
+    extra = {"question": question, "choices": choices, **({} if subject is None else {"subject": subject})}
+    return Example(f"{question}\n\n{lettered}", _LETTERS[index], extra)
+
+
+def _humaneval(record: Record) -> Example:
+    """The beginning of a function; the tests call it by its name."""
+    start = str(value(record, "prompt"))
+    truth = {"prompt": start, "test": text(record, "test"), "entry_point": text(record, "entry_point")}
+    extra = {"task_id": text(record, "task_id"), "solution": start + str(record.get("canonical_solution") or "")}
+    return Example(f"```python\n{start.strip()}\n```", json.dumps(truth), extra)
+
+
+def _mbpp(record: Record) -> Example:
+    """A task in words, and the assertions that the code has to pass; they name the function, so they are shown."""
+    tests = list(value(record, "test_list"))
+    setup = "\n".join([*(record.get("test_imports") or ()), str(record.get("test_setup_code") or "")]).strip()
+    question = f"{text(record, 'text', 'prompt')}\n\nThe code has to pass these tests:\n\n" + "\n".join(tests)
+    extra = {"task_id": str(value(record, "task_id")), "solution": record.get("code") or ""}
+    return Example(question, json.dumps({"test_list": tests, "test_setup_code": setup}), extra)
+
+
 def _hh_rlhf(record: Record) -> Pair | None:
     """A conversation and two last turns of the assistant; left out where the two are the same."""
     prompt, chosen, rejected = (text(record, name) for name in ("prompt", "chosen", "rejected"))
@@ -223,6 +253,9 @@ def _splits(
 _BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
 _GSM8K = QUESTION + ' Think step by step, then write the final answer as a number after "####".'
 _EXPRESSION = QUESTION + " Think inside <think> </think> and give the expression inside <answer> </answer>."
+_CHOOSE = QUESTION + '\n\nThink step by step and end with "Answer: X", where X is the letter of the right choice.'
+_COMPLETE = "Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION
+_PROGRAM = QUESTION + "\n\nGive the code in one ```python block."
 _TAGGED = QUESTION + "\n\nThink step by step and give the final answer inside <answer> </answer>."
 # Search-R1's words, to the letter (scripts/data_process/nq_search.py of https://github.com/PeterGriffinJin/Search-R1).
 _SEARCH = (
@@ -235,6 +268,7 @@ _SEARCH = (
     + "\n"
 )
 _MATH, _MATH500 = "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"
+_HUMANEVAL, _MBPP = "openai/openai_humaneval", "google-research-datasets/mbpp"
 _HH, _ULTRA = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized"
 _NQ = _splits("RUC-NLPIR/FlashRAG_datasets", "nq", source="searchR1_nq")
 _HOTPOTQA = _splits("RUC-NLPIR/FlashRAG_datasets", "hotpotqa", test="dev", source="searchR1_hotpotqa")
@@ -267,6 +301,12 @@ _RECIPES = (
     Recipe("search", "NQ and HotpotQA together, the training data of Search-R1",
            _search_question, "searchR1_qa", "fact-reasoning", _SEARCH,
            {split: _NQ[split] + _HOTPOTQA[split] for split in _NQ}, tool="search"),
+    Recipe("mmlu", "MMLU: 99,842 auxiliary and 14,042 test questions with four choices, 57 subjects",
+           _mmlu, "cais/mmlu", "knowledge", _CHOOSE, _splits("cais/mmlu", "all", train="auxiliary_train")),
+    Recipe("humaneval", "HumanEval, 164 Python functions to complete",
+           _humaneval, _HUMANEVAL, "code", _COMPLETE, {"test": [Hub(_HUMANEVAL, None, "test")]}),
+    Recipe("mbpp", "MBPP, 374 + 500 short Python tasks with three tests each",
+           _mbpp, _MBPP, "code", _PROGRAM, _splits(_MBPP, "full")),
     Recipe("hh_rlhf", "helpful and harmless conversations, 112,052 + 12,451 pairs",
            _hh_rlhf, _HH, "alignment", QUESTION, _splits(_HH), pairs=True),
     Recipe("ultrafeedback", "UltraFeedback, 61,135 + 2,000 pairs scored by a judge",

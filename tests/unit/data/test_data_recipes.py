@@ -17,6 +17,8 @@ from valor.data.recipes import RECIPES, find_recipe, last_boxed
 from valor.errors import UserError
 from valor.rewards import compute_score
 
+ASSERTION = "assert add(1, 2) == 3"
+
 # One record of every hub data set in its layout, with the row's ground truth, and words that the prompt must have.
 PUBLISHED: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "gsm8k": ({"question": "How many?", "answer": "First.\n#### 1,072"}, "1072", ["How many?", "####"]),
@@ -57,6 +59,34 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
         {"id": "d0", "question": "who?", "golden_answers": ["Rome"], "metadata": {"type": "bridge"}},
         {"target": ["Rome"]},
         ["who?"],
+    ),
+    "mmlu": (
+        {"question": "Which?", "subject": "law", "choices": ["w", "x", "y", "z"], "answer": 2},
+        "C",
+        ["Which?", "A. w", "D. z", "Answer: X"],
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def one():\n",
+            "canonical_solution": "    return 1\n",
+            "test": "def check(f):\n    assert f() == 1",
+            "entry_point": "one",
+        },
+        json.dumps({"prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "one"}),
+        ["def one():", "```python"],
+    ),
+    "mbpp": (
+        {
+            "task_id": 2,
+            "text": "Write add.",
+            "code": "def add(a, b): return a + b",
+            "test_list": [ASSERTION],
+            "test_setup_code": "import math",
+            "challenge_test_list": [],
+        },
+        json.dumps({"test_list": [ASSERTION], "test_setup_code": "import math"}),
+        ["Write add.", ASSERTION],
     ),
 }
 PAIRS = {
@@ -249,7 +279,7 @@ def test_the_last_box(solution: str, answer: str) -> None:
 def right_answers(row: DataRow) -> list[str]:
     """One of these should score: the data's own solution, else the ground truth in one of the usual ways."""
     if solution := row.extra_info.get("solution"):
-        return [str(solution)]
+        return [str(solution), f"```python\n{solution}\n```"]
     truth = row.ground_truth.get("target") if isinstance(row.ground_truth, dict) else row.ground_truth
     texts = truth if isinstance(truth, list) else [truth]
     ways = ("The answer is \\boxed{%s}.", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
@@ -279,6 +309,7 @@ def test_records_of_another_data_set_are_named() -> None:
         ("gsm8k", {"problem": "?"}, "has no 'answer' (it has problem)"),
         ("math", {"problem": "?", "solution": "3"}, "no \\boxed"),
         ("math", {"problem": "?", "solution": "\\boxed{3"}, "ends inside"),
+        ("mmlu", {"question": "?", "choices": ["a"], "answer": 1}, "none of its 1 choices"),
         ("hh_rlhf", {"prompt": "What?", "chosen": "a", "rejected": "b"}, "must begin with 'Human:'"),
         ("ultrafeedback", {"prompt": "?", "chosen": "a", "rejected": "b"}, "must be lists of messages"),
     ):
