@@ -1,4 +1,4 @@
-"""A rank of a vLLM engine that is split over two: the first has the source, both give the weights."""
+"""A rank of a vLLM engine that is split over two, of which the first has the source."""
 
 from pathlib import Path
 
