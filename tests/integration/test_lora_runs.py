@@ -126,7 +126,7 @@ def kl_gradients(base: Path, share: Batch) -> tuple[float, dict[str, torch.Tenso
 
 
 def base_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for n, t in engine._whole_tensors() if "lora_" not in n and "score" not in n}
+    return {n: t.clone() for n, t in engine._unsharded_tensors() if "lora_" not in n and "score" not in n}
 
 
 def run_rank(out: Path) -> None:
