@@ -184,9 +184,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight = _accumulate(grad_weight, weight_gradient(delta, h), last=rows.stop >= len(hidden))
             if need_bias:
                 grad_bias = _accumulate(grad_bias, delta.float().sum(0), last=True)
-        if need_weight:  # zeros without any token: ranks of a group must agree about which gradients there are
+        # Zeros without any token: ranks of a group must agree about which gradients there are.
+        if need_weight and weight is not None:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        if need_bias:
+        if need_bias and bias is not None:
             grad_bias = torch.zeros_like(bias) if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
