@@ -39,9 +39,12 @@ def scores(folder, rows):
     "changes",
     [
         WINDOW,
+        {"rope_theta": 5.0},
         {"rope_parameters": {"rope_theta": 5.0}},
+        {"rope_scaling": LINEAR},
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
         {"rope_parameters": LINEAR},
-        {"rope_parameters": YARN},
+        {"rope_scaling": YARN},
         {"model_config": {"rms_norm_eps": 1.0}},
         {"hidden_act": "gelu"},
         {"num_hidden_layers": 1},
@@ -52,7 +55,9 @@ def test_it_acts(changes, scores):
     assert (scores(**changes) - scores()).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("changes", [{"attention_dropout": 0.0}, {"use_sliding_window": False}, {"vocab_size": 61}])
+@pytest.mark.parametrize(
+    "changes", [{"attention_dropout": 0.0}, {"use_sliding_window": False}, {"rope_scaling": None}, {"vocab_size": 61}]
+)
 def test_what_is_so_already_is_taken(changes, scores):
     assert torch.equal(scores(**changes), scores())
 
@@ -62,17 +67,17 @@ def test_what_is_so_already_is_taken(changes, scores):
     [
         ({"rms_norm_epz": 1.0}, "override_config.rms_norm_epz: a config of type 'qwen2' has no such key; did you mean"),
         ({"to_dict": 1}, "override_config.to_dict: a config"),
+        ({"partial_rotary_factor": 0.5}, "override_config.partial_rotary_factor: a config"),
         ({"num_hidden_layers": "two"}, "Field 'num_hidden_layers' expected int"),
-        ({"rope_theta": 5.0}, "rope_parameters: set it to {'rope_theta': 5.0}"),
-        ({"rope_scaling": LINEAR}, "rope_parameters: set it to {'rope_type': 'linear', 'factor': 8.0}"),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected a number"),
-        ({"rope_parameters": "linear"}, "rope_parameters=linear: give a dict"),
-        ({"rope_parameters": {"rope_type": "lineer", "factor": 8.0}}, "'lineer'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys"),
-        ({"rope_parameters": LINEAR | {"factor": "8"}}, "factor field must be"),
+        ({"rope_theta": "x"}, "override_config.rope_theta: expected a number"),
+        ({"rope_scaling": "linear"}, "rope_parameters=linear: give a dict with rope_type"),
+        ({"rope_scaling": {"factor": 8.0}}, "give a dict with rope_type"),
+        ({"rope_scaling": {"rope_type": "lineer", "factor": 8.0}}, "one of default, linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
+        ({"rope_scaling": LINEAR | {"factor": "8"}}, "factor field must be"),
         ({"rope_parameters": LINEAR | {"fctor": 1}}, "Unrecognized keys"),
         ({"use_sliding_window": True}, "no layer gets another window"),
-        ({"sliding_window": 3}, "no layer gets another window"),
+        ({"sliding_window": 3}, "sliding_window=3 has no effect: the other keys make it None"),
         (WINDOW | {"max_window_layers": 2}, "no layer gets another window"),
         ({"layer_types": ["sliding_attention"] * 2}, "set model.override_config.sliding_window"),
         ({"attention_dropout": 0.1}, "there is no dropout"),
@@ -94,6 +99,8 @@ def test_rotary_positions_of_each_kind_of_layer():
     changed = override(config, {"rope_parameters": {"full_attention": LINEAR}}, "o")
     assert changed.rope_parameters["full_attention"] == LINEAR | {"rope_theta": 1e6}
     assert changed.rope_parameters["sliding_attention"] == config.rope_parameters["sliding_attention"]
+    with pytest.raises(UserError, match=r"o.rope_theta: give o.rope_parameters a dict for each kind of layer"):
+        override(config, {"rope_theta": 5.0}, "o")
 
 
 def test_what_is_derived_follows():
@@ -103,7 +110,7 @@ def test_what_is_derived_follows():
 
 def test_keys_of_a_text_config():
     config = LlavaConfig(text_config=Qwen3Config(**SIZES).to_dict())
-    changed = override(config, {"text_config": {"rope_parameters": {"rope_theta": 5.0}}}, "o")
+    changed = override(config, {"text_config": {"rope_theta": 5.0}}, "o")
     assert changed.text_config.rope_parameters["rope_theta"] == 5.0
     with pytest.raises(UserError, match=r"o.rms_norm_eps: .* no such key; set o.text_config.rms_norm_eps"):
         override(config, {"rms_norm_eps": 1.0}, "o")
