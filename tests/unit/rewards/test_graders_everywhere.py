@@ -6,6 +6,7 @@ On the graded outputs of real models, on hostile text, and on text made of what 
 import json
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valor.rewards import compute_score
+from valor.rewards import compute_score, mathematics
 from valor.rewards.executor import RewardExecutor, Sample
 
 pytestmark = pytest.mark.slow
@@ -102,20 +103,24 @@ PIECES = [
     "<answer>", "</answer>", "<think>", "</think>", "**", "^", "_", "\\", ",", ".", "%", "-", "=", "<", r"\le", "and",
     "1", "42", "1/2", "0.5", "1e9", "x", r"\pi", r"\infty", "B", "(B)", "Paris", "one half", "4*6+1-1", "!", "\n", " ",
 ]  # fmt: skip
+ENDLESS = 30  # seconds of computing that no machine needs where the limits hold
 GENERATED = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=40).map("".join)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def computer_algebra() -> None:
-    """Imported before anything is timed: on a slow machine the import alone takes seconds."""
+def computer_algebra(patient_graders: None) -> Iterator[None]:
+    """Imported before anything is timed: on a slow machine the import alone takes seconds. With its usual limit."""
     compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mathematics, "SECONDS", 1.3)
+        yield
 
 
 def verdict(sample: Sample) -> float | None:
     """Whether it is right; None where a grader says that it could not decide."""
     start = time.thread_time()  # others use the machine too
     result: Any = compute_score(*sample)
-    assert time.thread_time() - start < 2, sample
+    assert time.thread_time() - start < ENDLESS, sample
     assert math.isfinite(result["score"])
     return None if result.get("error") else result.get("acc", result["score"])
 
@@ -141,15 +146,14 @@ def test_outputs_of_real_models(shared_dir: Path, name: str, truth: str) -> None
     check_everywhere([Sample(source, row["output"], row[truth]) for row in map(json.loads, lines)])
 
 
-def test_what_computer_algebra_decides_as_well() -> None:
+def test_what_computer_algebra_decides_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathematics, "SECONDS", 30.0)
     verdicts = check_everywhere([Sample("math", text, truth) for text, truth, _ in DECIDED])
-    assert all(found in (None, right) for found, (_, _, right) in zip(verdicts, DECIDED, strict=True))
-    assert verdicts.count(None) <= 2
+    assert verdicts == [right for _, _, right in DECIDED]
 
 
 @pytest.mark.alone
-def test_hostile_text_costs_no_grader_two_seconds_and_raises_nothing() -> None:
-    compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")
+def test_hostile_text_ends_and_raises_nothing() -> None:
     samples = [Sample(source, text, truth) for source, truth in TRUTHS.items() for text in HOSTILE.values()]
     samples += [Sample("math", HOSTILE[name], truth) for truth in FORMULA_TRUTHS for name in FORMULAS]
     for sample in samples:

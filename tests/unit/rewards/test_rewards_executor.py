@@ -19,7 +19,7 @@ from valor.rewards.worker import LIMITS_MEMORY, gather
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
-TIMEOUT = 0.4
+TIMEOUT = 1.5
 
 BEHAVIOURS = """
 import asyncio, os, signal, sys, time
@@ -132,8 +132,8 @@ def test_a_hung_grader_is_ended_at_its_timeout(executor: RewardExecutor, respons
     results = grade(executor, *["good"] * 20, response, *["good"] * 20)
     elapsed = time.perf_counter() - start
     assert [r.score for r in results] == [1.0] * 20 + [-1.0] + [1.0] * 20
-    assert results[20].error == "no score within 0.4 s (reward.timeout)"
-    assert TIMEOUT < elapsed < TIMEOUT + 2.0
+    assert results[20].error == "no score within 1.5 s (reward.timeout)"
+    assert TIMEOUT < elapsed < TIMEOUT + 20.0
     graders = [p for p in psutil.Process().children(recursive=True) if "forkserver" in " ".join(p.cmdline())]
     assert len(graders) <= 3  # the server that forks them, and two: the hung one is no more
 
@@ -169,14 +169,14 @@ def test_a_grader_that_eats_memory_costs_its_own_sample(reward_file: Path, respo
 
 
 def test_hung_graders_are_waited_for_together(reward_file: Path) -> None:
-    with RewardExecutor(num_workers=6, timeout=2.0, custom=CustomFunction(str(reward_file))) as pool:
+    with RewardExecutor(num_workers=6, timeout=4.0, custom=CustomFunction(str(reward_file))) as pool:
         grade(pool, *["good"] * 40)  # the processes are up
         start = time.perf_counter()
         results = grade(pool, *["sleep"] * 4, *["good"] * 60)
         elapsed = time.perf_counter() - start
     assert [r.kind for r in results[:4]] == ["timeout"] * 4
     assert [r.score for r in results[4:]] == [1.0] * 60
-    assert 2.0 < elapsed < 3.9  # one timeout, not two
+    assert 4.0 < elapsed < 7.9  # one timeout, not two
 
 
 @pytest.mark.skipif(not LIMITS_MEMORY, reason="this system does not limit a process's memory")
@@ -267,7 +267,7 @@ def test_a_sample_that_cannot_travel_gets_an_error(executor: RewardExecutor) -> 
 
 def test_submitted_samples_are_graded_in_the_background(executor: RewardExecutor) -> None:
     futures = [executor.submit_all([Sample("a", "good", "good")])[0] for _ in range(30)]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not all(f.done() for f in futures) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(f.done() for f in futures)
@@ -370,7 +370,7 @@ def test_graders_end_with_a_killed_parent(tmp_path: Path) -> None:
     time.sleep(0.3)
     process.kill()
     process.communicate(timeout=10)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while is_running(grader) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(grader)

@@ -127,16 +127,18 @@ def test_a_failure_has_a_reason_and_the_error_score(server, reply, attempts, rea
 
 @pytest.mark.alone
 def test_a_slow_judge_costs_its_own_sample_alone(server):
+    ended = threading.Event()
+
     def answer(asked: str) -> tuple[int, str]:
-        time.sleep(1.0 if "answer 1" in asked else 0.0)
+        if "answer 1" in asked:
+            ended.wait(60.0)
         return 200, "Score: 5"
 
     server.answer = answer
-    began = time.perf_counter()
-    results = make(server, timeout=0.4, retries=0).score(questions(3))
-    assert time.perf_counter() - began < 1.0
+    results = make(server, timeout=2.0, retries=0).score(questions(3))
+    ended.set()
     assert [r.score for r in results] == [5.0, -1.0, 5.0]
-    assert results[1].error == "judge: no reply within 0.4 s"
+    assert results[1].error == "judge: no reply within 2 s"
 
 
 def test_a_server_that_goes_away_is_a_failure_not_a_crash(server):

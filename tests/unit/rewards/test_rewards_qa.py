@@ -1,7 +1,6 @@
 """Short answers: SQuAD's measures, and agreement with people."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +167,9 @@ def test_agreement_with_people(shared_dir: Path) -> None:
     rows = [json.loads(line) for line in lines]
     agree = dict.fromkeys(("exact", "contains", "em"), 0)
     for row in rows:
-        start = time.thread_time()
         exact, contains = (
             grade(row["dataset"], row["output"], row["golds"], {"match": m}) for m in ("exact", "contains")
         )
-        assert time.thread_time() - start < 2
         assert row["label"] or not exact["score"]
         for name, score in (("exact", exact["score"]), ("contains", contains["score"]), ("em", exact["em"])):
             agree[name] += bool(score) == row["label"]
