@@ -29,8 +29,8 @@ def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, forks, ove
 
 @pytest.mark.usefixtures("hosts")
 def test_two_processes_draw_the_same_samples_and_take_the_same_steps(local_run, overrides, tmp_path, monkeypatch):
-    read, fetch = [], StoredColumn._fetch
-    monkeypatch.setattr(StoredColumn, "_fetch", lambda self: read.append((self._dtype, len(self))) or fetch(self))
+    read, tensor = [], StoredColumn.tensor
+    monkeypatch.setattr(StoredColumn, "tensor", lambda self: read.append((self._dtype, len(self))) or tensor(self))
     run_dir = tmp_path / "two"
     few = ["trainer.log_generations=1", "trainer.log_val_generations=1"]
     assert main(overrides(run_dir, STEPS, "trainer.n_gpus_per_node=2", *few)) == 0
