@@ -22,7 +22,7 @@ class RolloutLogProbs(Phase):
     name = "rollout_as_old_log_probs"
     reads = frozenset(("rollout_log_probs",))
     adds = frozenset(("old_log_probs",))
-    timer = "old_log_prob"
+    timer = "metrics"  # no pass
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
