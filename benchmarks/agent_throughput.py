@@ -53,6 +53,8 @@ def play_all(engine: NativeEngine, tools: Toolset | None, args: argparse.Namespa
     async def play(task: Task, runner: EpisodeRunner) -> Episode:
         playing = Play(task, runner.generate, limits, task.prompt_ids)
         toolbox = None if tools is None else tools.toolbox()
+        if toolbox is not None:
+            await toolbox.open({})
         for turn in range(args.turns):
             if turn:
                 if toolbox is not None:

@@ -38,7 +38,7 @@ class Run:
     def __init__(self, root: Path, run_dir: Path, steps: int) -> None:
         self.metrics, self.steps, self.pids = run_dir / "metrics.jsonl", steps, {"driver": os.getpid()}
         ahead = ["trainer.v1.trainer_mode=separate_async", f"trainer.v1.sampler.max_off_policy_threshold={AGE}"]
-        ahead += [f"trainer.v1.separate_async.num_warmup_batches={AGE}", "trainer.controller=ray"]
+        ahead += [f"trainer.v1.num_warmup_batches={AGE}", "trainer.controller=ray"]
         self.words = [*command(root, run_dir, steps)[4:], *ahead]
         self.ended = threading.Event()
         self.rows: list[dict[str, tuple[int, int, int]]] = []

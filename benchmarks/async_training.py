@@ -103,7 +103,7 @@ def speed_arms(study: str) -> dict[str, dict[str, Any]]:
             f"{V1}.trainer_mode": "separate_async",
             f"{V1}.sampler.max_off_policy_threshold": age,
             **({f"{V1}.sampler.max_off_policy_strategy": "wait", **CORRECTED} if age else {}),
-            **({f"{V1}.separate_async.num_warmup_batches": age} if age else {}),
+            **({f"{V1}.num_warmup_batches": age} if age else {}),
         }
     return {name: {"trainer.controller": "ray", **more} for name, more in arms.items()}
 

@@ -68,8 +68,7 @@ def _table(head: list[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _spelling(one: Spelling) -> tuple[str, str]:
     """What a rule is about and what it does."""
-    meant = one.target or one.value
-    what = f"read as `{meant}`" if meant else "refused" if one.refused else "no effect"
+    what = f"read as `{one.target}`" if one.target else "refused" if one.refused else "no effect"
     what += f": {one.reason}" if one.reason else ""
     return one.pattern, f"with {' or '.join(f'`{value}`' for value in one.only)}: {what}" if one.only else what
 

@@ -40,7 +40,7 @@ import torch
 from valor.agents.episode import Episode
 from valor.config import PPOConfig, load
 from valor.controller import start
-from valor.controller.group import Call, Feed, Sink, WorkerGroup
+from valor.controller.group import Arguments, Feed, Sink, WorkerGroup
 from valor.controller.placement import MAIN, Placement, ResourcePool
 from valor.data.batch import Batch
 from valor.data.stored import Part, Stored, StoredColumn
@@ -191,7 +191,7 @@ class SleepingGroup(WorkerGroup):
         self._process.start()
 
     def run(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
         self.calls += len(calls)
         if (role, method) not in WORK:
@@ -201,7 +201,9 @@ class SleepingGroup(WorkerGroup):
             return [answers.get(method, 0)] * len(calls)
         return self.start(role, method, calls, sink)()
 
-    def start(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> Callable[[], list[Any]]:
+    def start(
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None
+    ) -> Callable[[], list[Any]]:
         phase, share = WORK[role, method]
         cpu, busy = time.thread_time(), time.perf_counter() < self._free_at
         given, stays = [self._store.put(call) for call in calls], dispatch_of(self.specs[role].cls, method).stays
@@ -277,7 +279,8 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
     memory, found = Memory(), {}
     try:
         with ExitStack() as stack:
-            run = PPORun(config, "controller_scale", Placement("ray", {MAIN: pool}, {}))
+            run = PPORun(config, "controller_scale")
+            run.placement = Placement("ray", {MAIN: pool}, {})
             run.roles = run.start(stack, resuming=False)
             stack.enter_context(run.record.opened(0, args.steps))
             stack.enter_context(memory.watched())

@@ -2,7 +2,7 @@
 
 python benchmarks/house.py                     # a table of this checkout
 python benchmarks/house.py --before OTHER/src  # beside another one's
-python benchmarks/house.py --picture           # who imports whom, as a Mermaid graph
+python benchmarks/house.py --write             # the parts of docs/ that are drawn from the code
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -135,10 +136,70 @@ def file_map(house: House) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
-def with_picture(page: str, house: House) -> str:
-    """The architecture page with the picture of this checkout."""
-    block = f"<!-- rooms -->\n```mermaid\n{picture(house)}\n```\n<!-- /rooms -->"
-    return re.sub(r"<!-- rooms -->.*?<!-- /rooms -->", lambda _: block, page, flags=re.S)
+def run_phases(preset: str) -> list[Any]:
+    """The phases of a run that starts from this preset and sets nothing else."""
+    from valor.config import PPOConfig, load
+    from valor.trainer.phases.standard import phases_of
+
+    return list(phases_of(load([f"--config-name={preset}"], PPOConfig).config))
+
+
+def phase_picture(phases: list[Any]) -> str:
+    """Who reads which phase's columns, as a Mermaid graph; collected columns are left out, and implied arrows."""
+    sources: dict[str, set[str]] = {}  # by phase: the phases whose columns it reads
+    adders: dict[str, str] = {}  # by column: the last phase that added it
+    lines = ["graph LR", "    next_batch([next_batch])"]
+    for phase in phases:
+        columns = (phase.reads | phase.reads_if_there) & adders.keys()
+        direct = {adders[column] for column in columns}
+        implied = set().union(*(sources[name] for name in direct)) if direct else set()
+        sources[phase.name] = direct | implied
+        where = phase.role or "driver"
+        lines.append(f"    {phase.name}[{phase.name}<br/><i>{where}</i>]")
+        lines += [f"    {name} --> {phase.name}" for name in sorted(direct - implied)] or [
+            f"    next_batch --> {phase.name}"
+        ]
+        adders |= dict.fromkeys(phase.adds, phase.name)
+    return "\n".join(lines)
+
+
+def phase_table() -> str:
+    """Every phase of the standard list: where it runs, its columns, and which of two presets has it."""
+    from valor.trainer.phases.base import COLLECTED
+    from valor.trainer.phases.standard import STANDARD
+
+    runs = {preset: {phase.name: phase for phase in run_phases(preset)} for preset in ("ppo_config", "grpo_config")}
+    config = next(iter(runs["ppo_config"].values())).config
+    lines = ["| phase | where | reads of other phases | adds | PPO | GRPO | |", "|---|---|---|---|---|---|---|"]
+    for kind in STANDARD:
+        having = [run.get(kind.name) for run in runs.values()]
+        phase = next((phase for phase in having if type(phase) is kind), None) or kind(config)
+        reads, adds = (
+            ", ".join(f"`{column}`" for column in sorted(columns - {"*", *COLLECTED}))
+            for columns in (phase.reads, phase.adds | (phase.adds & COLLECTED))
+        )
+        summary = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
+        marks = " | ".join("yes" if type(other) is kind else "" for other in having)
+        lines.append(f"| `{kind.name}` | {kind.role or 'driver'} | {reads} | {adds} | {marks} | {summary} |")
+    return "\n".join(lines)
+
+
+def with_block(page: str, name: str, text: str) -> str:
+    """The page with `text` between the marks of the block `name`."""
+    block = f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+    return re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _: block, page, flags=re.S)
+
+
+def pages(house: House) -> dict[Path, str]:
+    """Pages with parts that are drawn from the code, as they should be."""
+    architecture = (DOCS / "architecture.md").read_text()
+    for name, drawing in {"rooms": picture(house), "phases": phase_picture(run_phases("ppo_config"))}.items():
+        architecture = with_block(architecture, name, f"```mermaid\n{drawing}\n```")
+    return {
+        DOCS / "map.md": file_map(house),
+        DOCS / "architecture.md": architecture,
+        DOCS / "phases.md": with_block((DOCS / "phases.md").read_text(), "phases", phase_table()),
+    }
 
 
 _PLUMBING = {"__init__", "__main__", "errors", "user_files"}
@@ -147,13 +208,12 @@ _PLUMBING = {"__init__", "__main__", "errors", "user_files"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="the src folder of another checkout")
-    parser.add_argument("--write", action="store_true", help="bring the two pages up to date")
+    parser.add_argument("--write", action="store_true", help="bring the three pages up to date")
     args = parser.parse_args()
     house = House(SOURCE)
     if args.write:
-        (DOCS / "map.md").write_text(file_map(house))
-        page = DOCS / "architecture.md"
-        page.write_text(with_picture(page.read_text(), house))
+        for page, text in pages(house).items():
+            page.write_text(text)
         return
     print(table(house, House(args.before) if args.before else None))
 

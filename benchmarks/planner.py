@@ -1,4 +1,4 @@
-"""The planner's peaks of memory and seconds of a step against those of real steps, on this machine.
+"""The planner's peaks of memory against those of real steps, on this machine.
 
     python benchmarks/planner.py MODEL [--only NAME …] [--out benchmarks/results/planner.md]
 
@@ -13,13 +13,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from valor.config import PPOConfig, load
-from valor.lab.planner import GIB, estimate, this_machine
+from valor.lab.planner import GIB, Machine, estimate
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 64, 64, 4, 2
 COMMON = [
@@ -51,8 +51,8 @@ CASES = {
 }  # fmt: skip
 
 
-def measured(overrides: list[str], folder: Path) -> tuple[dict[str, float], float]:
-    """Of the second step: GiB by kind of call, of the fullest process; seconds."""
+def measured(overrides: list[str], folder: Path) -> dict[str, float]:
+    """GiB of the fullest process in the second step, by kind of call."""
     words = " ".join(f"{number} and" for number in range(PROMPT))
     rows = [
         {
@@ -67,8 +67,7 @@ def measured(overrides: list[str], folder: Path) -> tuple[dict[str, float], floa
     given = [*overrides, f"data.train_files={file}", f"trainer.default_local_dir={folder / 'run'}"]
     subprocess.run([sys.executable, "-m", "valor", "ppo", *given], check=True, stdout=sys.stderr)
     last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    peaks = {key.rpartition("/")[2]: value for key, value in last.items() if key.startswith("perf/peak_rss_gb/")}
-    return peaks, last["timing_s/step"]
+    return {key.rpartition("/")[2]: value for key, value in last.items() if key.startswith("perf/peak_rss_gb/")}
 
 
 def main() -> None:
@@ -79,14 +78,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # as each process of the runs
     lines = [
-        "# Planner: memory and time foreseen and used",
+        "# Planner: memory foreseen and used",
         "",
         f"`python benchmarks/planner.py` on a CPU: {PROMPTS} prompts x {SAMPLES} samples, {PROMPT} + {RESPONSE} tokens,"
-        f" model `{Path(args.model).name}`. GiB of resident memory of the fullest process at its peak; seconds of"
-        " the second step.",
+        f" model `{Path(args.model).name}`. GiB of resident memory of the fullest process at its peak"
+        " in the second step.",
         "",
-        "| configuration | call | GiB used | foreseen | difference | seconds used | foreseen | difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| configuration | call | GiB used | foreseen | difference |",
+        "|---|---|---|---|---|",
     ]
     for name, own in CASES.items():
         if args.only and name not in args.only:
@@ -94,18 +93,12 @@ def main() -> None:
         overrides = [f"actor_rollout_ref.model.path={args.model}", *COMMON, *own]
         config = load(overrides, PPOConfig).config
         with tempfile.TemporaryDirectory() as folder:
-            used, took = measured(overrides, Path(folder))
-        machine = this_machine(1, config.actor_rollout_ref.actor.fsdp_config.dtype)
-        found = estimate(config, replace(machine, processes=config.trainer.n_gpus_per_node or 1))
-        foreseen = {phase.name: found.peak(phase) / GIB for phase in found.phases}
-        for call in foreseen:
-            if call in used:
-                print(name, call, used[call], foreseen[call], file=sys.stderr)
-        peak, planned = max(used.values()), max(foreseen.values())
-        call = max(used, key=lambda one: used[one])
-        seconds = sum(phase.seconds for phase in found.phases)
-        memory = f"{call} | {peak:.2f} | {planned:.2f} | {planned / peak - 1:+.0%}"
-        lines.append(f"| {name} | {memory} | {took:.1f} | {seconds:.1f} | {seconds / took - 1:+.0%} |")
+            used = measured(overrides, Path(folder))
+        machine = Machine("cpu", config.trainer.n_gpus_per_node or 1, float(psutil.virtual_memory().total))
+        expected = estimate(config, machine)
+        peak, planned = max(used.values()), max(map(expected.peak, expected.phases)) / GIB
+        call = max(used, key=lambda name: used[name])
+        lines.append(f"| {name} | {call} | {peak:.2f} | {planned:.2f} | {planned / peak - 1:+.0%} |")
         print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
     print(text)

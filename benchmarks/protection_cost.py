@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from smollm2_arithmetic import write_questions
-from valor.collector.grading import Grading
 from valor.engines import checkpoint
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.lab import arithmetic
@@ -137,7 +136,6 @@ def main() -> int:
         parser.error("give either --demo or --model")
     switch = Switch()
     switch.add(FSDPEngine, "_weight_norm", 0.0)
-    switch.add(Grading, "_leave_out_broken")
     switch.add(process.secrets, "randbits", 1)
     switch.add(checkpoint, "_not_finite")
     switch.add(checkpoints, "write_manifest")

@@ -59,7 +59,7 @@ def by_loop(samples: list[Sample], timeout: float) -> list[float | None]:
     for sample in samples:
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            scores.append(compute_score(*sample))
+            scores.append(compute_score(*sample[:4]))
         except TimeoutError:
             scores.append(None)
         finally:
@@ -82,7 +82,6 @@ def main() -> None:
         start = time.perf_counter()
         results = executor.score(samples)
         pool_seconds = time.perf_counter() - start
-        processes = executor.num_processes
 
     spared = [i for i, s in enumerate(samples) if s.data_source not in FATAL]
     start = time.perf_counter()
@@ -91,7 +90,7 @@ def main() -> None:
 
     agree = all(results[i].score == (score or 0.0) for i, score in zip(spared, scores, strict=True))
     errors = Counter((samples[i].data_source, r.kind) for i, r in enumerate(results) if r.error is not None)
-    print(f"{len(samples)} samples, {processes} processes at the end, {len(os.sched_getaffinity(0))} cores")
+    print(f"{len(samples)} samples, {len(os.sched_getaffinity(0))} cores")
     print(f"processes {pool_seconds:.2f} s, loop {loop_seconds:.2f} s (without {', '.join(FATAL)}): ", end="")
     print(f"{loop_seconds / pool_seconds:.1f} times; scores {'agree' if agree else 'DIFFER'}")
     print("errors:", ", ".join(f"{count} {what} -> {kind}" for (what, kind), count in sorted(errors.items())))

@@ -10,10 +10,10 @@ timed. Both sides take one update a batch, no KL term, a reward that costs nothi
 Each round runs TRL and then Valor as a process of its own; the first step of each is left out (warm-up). Prints a JSON
 line for every process and at the end the ratio of the medians, TRL / Valor: above 1, Valor is faster.
 
-`--compare off:shared off:attention off:decoder off:whole off:onednn compile ppo` runs Valor in these forms as well, in
+`--compare off:shared off:attention off:decoder off:whole compile ppo` runs Valor in these forms as well, in
 every round: without a group's prompt computed once, without attention by products, without the decoder over the
-weights, with that decoder's steps by parts for small models too, without float32 layers by oneDNN (AMD's CPUs), with
-model.compile, and as PPO with a critic of the same size.
+weights, with that decoder's steps by parts for small models too, with model.compile, and as PPO with a critic of the
+same size.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-FORMS = ["off:shared", "off:attention", "off:decoder", "off:whole", "off:onednn", "compile", "ppo"]
+FORMS = ["off:shared", "off:attention", "off:decoder", "off:whole", "compile", "ppo"]
 
 
 def switch(form: str, args: argparse.Namespace) -> list[str]:
@@ -34,10 +34,6 @@ def switch(form: str, args: argparse.Namespace) -> list[str]:
         from valor.models import attention
 
         attention._SHORT = 0
-    if form == "off:onednn":
-        from valor.models import linear
-
-        linear.onednn_is_faster = lambda: False
     if form == "off:decoder":
         from valor.rollout.native import engine
 

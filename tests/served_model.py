@@ -5,29 +5,22 @@ Its faults are a test's to set, by POST /faults.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 import json
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 from transformers import AutoTokenizer
 
 from json_http import JsonHandler
@@ -36,17 +29,12 @@ from valor.models.load import load_policy
 from valor.rollout.base import Abort, Output, Request, SamplingParams
 from valor.rollout.native.engine import NativeCopy
 
-KEY = "the control key"
-
 
 @dataclass(eq=False)
 class Pending:
-    """A request that has no answer yet, and what it had when generation was paused."""
+    """A request that has no answer yet."""
 
     request: Request
-    so_far: Output | None = None
-    ending: bool = False
-    parked: bool = False
     answer: Future[Output] = field(default_factory=Future)
 
 
@@ -57,7 +45,7 @@ class Refused(Exception):
 
 
 class ServedModel:
-    """The model of `folder`. `kind`: sglang, trtllm, or trtllm-body, which wants the older signature."""
+    """The model of `folder`. `kind`: sglang or trtllm."""
 
     everywhere = True
     max_requests, max_tokens = 64, 800
@@ -72,11 +60,9 @@ class ServedModel:
         self.tensors = dict(policy.hf.state_dict())
         self.engine.weights_version = 0
         self.pending: dict[str, Pending] = {}
-        self.paused, self.asleep = False, list[str]()
-        self.groups: dict[str, Any] = {}
-        self.arrived: dict[str, torch.Tensor] = {}
-        self.buckets = 0
+        self.asleep = list[str]()
         self._todo: SimpleQueue[Request | Abort | Callable[[], None]] = SimpleQueue()
+        self._changes: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
@@ -84,23 +70,25 @@ class ServedModel:
     def run(self) -> None:
         while True:
             self.engine.serve(self)
+            while self._changes:
+                self._changes.pop(0)()
 
-    def poll(self, *, wait: bool) -> Sequence[Request | Abort]:
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         found: list[Request | Abort] = []
+        if self._changes:
+            return None
         if not wait:
             time.sleep(self.faults.get("slow", 0.0))
         with suppress(Empty):
             one = self._todo.get(timeout=0.05 if wait else 0.0)
-            while True:
-                if callable(one):
-                    one()
-                else:
-                    found.append(one)
+            while not callable(one):
+                found.append(one)
                 one = self._todo.get_nowait()
+            self._changes.append(one)
         return found
 
     def in_engine(self, change: Callable[[], None]) -> None:
-        """Between two tokens."""
+        """Between two calls of the engine."""
         done: Future[None] = Future()
         self._todo.put(lambda: done.set_result(change()))
         done.result(30)
@@ -114,50 +102,23 @@ class ServedModel:
             os._exit(9)
         request = Request(name, ids, params, (seed,), lambda output: self._ended(name, output))
         with self._lock:
-            one = self.pending[name] = Pending(request, parked=self.paused)
-            if not self.paused:
-                self._todo.put(request)
+            one = self.pending[name] = Pending(request)
+            self._todo.put(request)
         return one.answer.result()
 
     def _ended(self, name: str, output: Output) -> None:
         with self._lock:
-            one = self.pending[name]
-            if output.finish_reason == "abort" and not one.ending:
-                one.so_far, one.parked = output, True
-                return
-            del self.pending[name]
+            one = self.pending.pop(name)
         one.answer.set_result(output)
 
     def abort(self, name: str) -> None:
         with self._lock:
-            one = self.pending.get(name)
-            if one is None:
-                return
-            one.ending = True
-            if one.parked:
-                del self.pending[name]
-                one.answer.set_result(one.so_far or Output(name, [], [], "abort"))
-            else:
+            if name in self.pending:
                 self._todo.put(Abort(name))
-
-    def pause(self) -> None:
-        with self._lock:
-            self.paused = True
-            for name in self.pending:
-                self._todo.put(Abort(name))
-        while any(not one.parked for one in list(self.pending.values())):
-            time.sleep(0.005)
-
-    def resume(self) -> None:
-        with self._lock:
-            self.paused = False
-            for one in self.pending.values():
-                one.parked = False
-                self._todo.put(replace(one.request, so_far=one.so_far))
 
     @property
     def busy(self) -> bool:
-        return any(not one.parked for one in self.pending.values())
+        return bool(self.pending)
 
     # ---- SGLang's routes
 
@@ -168,16 +129,9 @@ class ServedModel:
                 raise Refused(503, "the server is starting")
             return None
         if path == "/model_info":
-            return {"model_path": "m", "is_generation": True, "weight_version": self.names[-1]}
+            return {"model_path": "m", "is_generation": True, "weight_version": self.faults.get("says", self.names[-1])}
         if path == "/generate":
             return self._generated(body)
-        if path == "/pause_generation":
-            assert body == {"mode": "retract"}
-            self.pause()
-            return {"message": "Generation paused successfully.", "status": "ok"}
-        if path == "/continue_generation":
-            self.resume()
-            return {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/abort_request":
             self.abort(body["rid"])
             return None
@@ -193,10 +147,8 @@ class ServedModel:
             if self.faults.get("unreadable"):
                 raise Refused(400, "Get parameter by name failed")
             return self.tensors[body["name"]].float().tolist()[: body["truncate_size"]]
-        if self.busy and not path.endswith(("weights_update_group", "server_info")) and "/update_weights" not in path:
+        if self.busy and "/update_weights" not in path:
             raise Refused(400, "Flush cache failed: there are pending requests")
-        if path == "/server_info":
-            return {"tp_size": 1, "dp_size": self.faults.get("replicas", 1), "pp_size": 1}
         if path == "/flush_cache":
             return None
         if path == "/release_memory_occupation":
@@ -209,17 +161,6 @@ class ServedModel:
             return None
         if path == "/update_weights_from_disk":
             return self._updated(body)
-        if path == "/init_weights_update_group":
-            self._join(body)
-            return {"success": True, "message": "Succeeded to initialize custom process group."}
-        if path == "/destroy_weights_update_group":
-            dist.destroy_process_group(self.groups.pop(body["group_name"]))
-            return {"success": True, "message": "Succeeded to destroy custom process group."}
-        if path == "/update_weights_from_distributed":
-            return self._arrived(body, self._broadcast(body))
-        if path == "/update_weights_from_tensor":
-            (handles,) = body["serialized_named_tensors"]  # one process
-            return self._arrived(body, pickle.loads(base64.b64decode(handles)))
         raise Refused(404, "Not Found")
 
     def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -230,17 +171,9 @@ class ServedModel:
             how["temperature"], how["top_k"], how["top_p"], how["max_new_tokens"], tuple(how["stop_token_ids"])
         )
         output = self.generate(body["rid"], body["input_ids"], params, how["sampling_seed"])
-        if self.faults.get("aborts", 0) > 0:  # as when its memory is full
-            self.faults["aborts"] -= 1
-            output = replace(output, finish_reason="abort")
-        spans, at = [], 0
-        for span in output.spans:
-            name = self.faults.get("says", self.names[span.weights_version])
-            spans.append({"version": name, "start": at, "end": (at := at + span.num_tokens)})
         matched = {"matched": output.token_ids[-1]} if output.finish_reason == "stop" else {}
         told = {"id": body["rid"], "finish_reason": {"type": output.finish_reason, **matched}}
         told |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(output.token_ids)}
-        told |= {"weight_version": self.names[-1], "weight_versions": spans}
         pairs = zip(output.log_probs, output.token_ids, strict=True)
         told["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
         return {"text": "", "output_ids": output.token_ids, "meta_info": told}
@@ -255,48 +188,6 @@ class ServedModel:
         new = {name: t for file in files for name, t in load_file(file).items()}
         if not new:
             raise Refused(400, f"Failed to get weights iterator: {body['model_path']}")
-        return self._replaced(body, new)
-
-    def _join(self, body: dict[str, Any]) -> None:
-        """As SGLang's init_custom_process_group: beside the group that the server has for itself."""
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert body["rank_offset"] == 1 and body["world_size"] == 2 and body["backend"] == "gloo"
-        wait, name = timedelta(seconds=20), body["group_name"]
-        where = f"tcp://{body['master_address']}:{body['master_port']}"
-        store, rank, size = next(rendezvous(where, 1, 2, timeout=wait))
-        inside = dist.PrefixStore(name, store)
-        made = distributed_c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            "gloo",
-            inside,
-            group_name=name,
-            timeout=wait,  # type: ignore[arg-type]
-        )
-        self.groups[name] = made[0]
-        distributed_c10d._world.pg_group_ranks[made[0]] = {0: 0, 1: 1}
-
-    def _broadcast(self, body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        if self.faults.get("refuses"):
-            raise Refused(400, "Failed to update parameter online: the group is unknown")
-        if self.faults.get("die") == "bucket":
-            os._exit(9)
-        group, found = self.groups[body["group_name"]], []
-        for name, kind, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            found.append((name, torch.empty(shape, dtype=getattr(torch, kind))))
-            group.broadcast(found[-1][1], 0).wait()
-        return found
-
-    def _arrived(self, body: dict[str, Any], bucket: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        """A bucket; the last one has the version, and the model changes with it."""
-        assert not body["abort_all_requests"] and body["flush_cache"] == ("weight_version" in body)
-        self.arrived |= {name: tensor.clone() for name, tensor in bucket}
-        self.buckets += 1
-        if "weight_version" not in body:
-            return {"success": True, "message": "Succeeded to update parameter online."}
-        new, self.arrived = self.arrived, {}
         return self._replaced(body, new)
 
     def _replaced(self, body: dict[str, Any], new: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -318,16 +209,6 @@ class ServedModel:
             return {"object": "list", "data": [{"id": "m", "object": "model"}]}
         if path == "/v1/completions":
             return self._completed(body)
-        if path == "/release_memory":
-            if self.busy:
-                raise Refused(409, "conflicting transition")
-            self.asleep = ["model_weights", "kv_cache"]
-            return {"status": "success"}
-        if path == "/resume_memory":
-            self.asleep = []
-            return {"status": "success"}
-        if path == "/memory_status":
-            return {"state": "parked" if self.asleep else "running", "parked_tags": self.asleep}
         raise Refused(404, "Not Found")
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -342,16 +223,6 @@ class ServedModel:
         choice |= {"finish_reason": output.finish_reason}
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(output.token_ids)}
         return {"id": "cmpl-1", "choices": [choice], "usage": usage, "prompt_token_ids": body["prompt"]}
-
-    def signed(self, method: str, path: str, headers: Any, body: bytes) -> bool:
-        """Whether a request for control is by who knows the key."""
-        start = "x-trtllm-runtime-control-"
-        if self.kind == "trtllm":
-            when, once = headers[f"{start}timestamp"], headers[f"{start}nonce"]
-            body = f"trtllm-runtime-control-v1\n{method}\n{path}\n{when}\n{once}\n".encode() + body
-        elif headers[f"{start}nonce"] is not None:
-            return False
-        return headers[f"{start}auth"] == "sha256=" + hmac.new(KEY.encode(), body, hashlib.sha256).hexdigest()
 
     def _handler(self) -> type[JsonHandler]:
         model = self
@@ -369,12 +240,6 @@ class ServedModel:
                     if self.path == "/faults":
                         model.faults = asked
                         body = model.log
-                    elif (
-                        "memory" in self.path
-                        and model.kind != "sglang"
-                        and not model.signed(self.command, self.path, self.headers, text)
-                    ):
-                        raise Refused(401, "Invalid runtime control request authentication.")
                     else:
                         body = (model.sglang if model.kind == "sglang" else model.trtllm)(self.path, asked)
                 except Refused as refused:

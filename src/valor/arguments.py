@@ -24,7 +24,7 @@ class Command(click.Command):
         return run(self, words, f"valor {self.name}")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        several = {flag for one in self.params if getattr(one, "multiple", False) for flag in one.opts}
+        several = {flag for param in self.params if getattr(param, "multiple", False) for flag in param.opts}
         words, flag = list[str](), ""
         for word in args:
             if word.startswith("-"):

@@ -28,7 +28,7 @@ COMMANDS = {
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
-    "plan": ("valor.lab.commands:plan", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
+    "plan": ("valor.lab.commands:plan", "[--gpus N --memory GIB]: memory of a run before it: key=value …"),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
@@ -40,7 +40,7 @@ COMMANDS = {
         "MODEL: an OpenAI-compatible server to try agents with, which records episodes",
     ),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
-    "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far; --compare A B …"),
+    "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far"),
 }
 RUNS = {
     "ppo": ("--config-name ppo_config trainer.total_epochs=1 --dry-run", "quickstart"),
@@ -91,16 +91,12 @@ def export(checkpoint: Path, out: Path, role: str) -> int:
 
 
 @command("report", "valor report checkpoints/valor/run", "metrics")
-@click.argument("run_dir", type=PATH, required=False)
-@option("--compare", type=PATH, multiple=True, metavar="RUN_DIR …", help="The runs to draw side by side.")
-@option("--out", type=PATH, default="compare.html", help="That page.")
-def report(run_dir: Path | None, compare: tuple[Path, ...], out: Path) -> int:
-    """Build (again) the report of a run, finished or not, or compare several runs."""
-    if (run_dir is None) != bool(compare):
-        raise UserError("valor report: give one RUN_DIR, or --compare with several; see valor report --help")
-    from valor.report.page import build_comparison, build_report
+@click.argument("run_dir", type=PATH)
+def report(run_dir: Path) -> int:
+    """Build (again) the report of a run, finished or not."""
+    from valor.report.page import build_report
 
-    print(build_comparison(compare, out) if run_dir is None else build_report(run_dir))
+    print(build_report(run_dir))
     return 0
 
 
@@ -119,7 +115,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         name = self.prefix + cmd_name
         if name not in COMMANDS:
-            return Commands(f"{name} ") if any(one.startswith(f"{name} ") for one in COMMANDS) else None
+            return Commands(f"{name} ") if any(other.startswith(f"{name} ") for other in COMMANDS) else None
         target, about = COMMANDS[name]
         if name not in RUNS:
             return resolve_name(target)
@@ -127,20 +123,20 @@ class Commands(click.Group):
 
         example, page = RUNS[name]
         text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
-        made = command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)
-        return made(resolve_name(target))
+        decorate = command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)
+        return decorate(resolve_name(target))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.names])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
-        found = self.get_command(ctx, args[0])
-        if found is None:
+        chosen = self.get_command(ctx, args[0])
+        if chosen is None:
             near = did_you_mean(args[0], self.list_commands(ctx))
             there = ", ".join(name.removeprefix(self.prefix) for name in self.names)
             raise UserError(f"{ctx.command_path}: there is no command '{args[0]}'{near}; there are: {there}")
-        return args[0], found, args[1:]
+        return args[0], chosen, args[1:]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and self.prefix:
@@ -160,8 +156,8 @@ class RunCommand(Command):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code 2 with one clear line for a mistake of the user's."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
-        return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
-    asked_for = ["--help"] if arguments == ["help"] else arguments
-    return exit_code(lambda: disk_errors(Path())(run)(Commands(), asked_for, "valor"))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if instruction := os.environ.get("_VALOR_COMPLETE"):  # a shell's completion: docs/installation.md
+        return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", instruction)
+    words = ["--help"] if words == ["help"] else words
+    return exit_code(lambda: disk_errors(Path())(run)(Commands(), words, "valor"))

@@ -19,7 +19,7 @@ class TrainingStopped(RuntimeError):
 
 
 class Diverged(TrainingStopped):
-    """The weights are lost to training: they are not finite, have exploded, or get no update any more."""
+    """The weights are not finite, have exploded, or get no update any more."""
 
 
 class WorkerDied(TrainingStopped):
@@ -72,9 +72,9 @@ def exit_code(command: Callable[[], int]) -> int:
 
     After a stop by a signal SIGINT is ignored: the process is ending, and its threads and processes may take a while.
     """
-    first = threading.current_thread() is threading.main_thread()
-    first = first and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if first:
+    handles = threading.current_thread() is threading.main_thread()
+    handles = handles and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles:
         signal.signal(signal.SIGINT, _on_sigint)
     try:
         code = command()
@@ -84,37 +84,23 @@ def exit_code(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        print(_with_notes(error, error), file=sys.stderr)
-        return 2
-    except TrainingStopped as reason:
-        print(_with_notes(f"stopped: {reason}", reason), file=sys.stderr)
-        return 1
-    except Interrupted as interrupt:
-        _ignore_further()
-        name = signal.Signals(interrupt.args[0]).name
-        if not hasattr(interrupt, "__notes__"):  # before the first step
-            interrupt.add_note("the same command goes on from its last checkpoint")
-        print(_with_notes(f"{name}: stopped at once", interrupt), file=sys.stderr)
-        return 128 + interrupt.args[0]
-    except KeyboardInterrupt:
-        _ignore_further()
-        print("SIGINT: stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _ended(2, str(error), error)
+    except TrainingStopped as error:
+        return _ended(1, f"stopped: {error}", error)
+    except KeyboardInterrupt as error:
+        session_goes_on = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+        if handles and not session_goes_on:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not isinstance(error, Interrupted):
+            return _ended(128 + signal.SIGINT, "SIGINT: stopped", error)
+        if not hasattr(error, "__notes__"):  # before the first step
+            error.add_note("the same command goes on from its last checkpoint")
+        return _ended(128 + error.args[0], f"{signal.Signals(error.args[0]).name}: stopped at once", error)
     finally:
-        if first and signal.getsignal(signal.SIGINT) is _on_sigint:
+        if handles and signal.getsignal(signal.SIGINT) is _on_sigint:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _with_notes(text: object, error: BaseException) -> str:
-    return "; ".join([str(text), *getattr(error, "__notes__", ())])
-
-
-def _ignore_further() -> None:
-    """No further SIGINT disturbs the end of this process, unless it is a session that goes on."""
-    alone = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
-    if (
-        alone
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is _on_sigint
-    ):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ended(code: int, line: str, error: BaseException) -> int:
+    print("; ".join([line, *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return code

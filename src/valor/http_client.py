@@ -1,4 +1,4 @@
-"""Servers that take JSON: many requests at once, no more than they bear, again when busy."""
+"""A client of servers that take JSON: bounded concurrency, retries."""
 
 import asyncio
 import os
@@ -62,25 +62,24 @@ class Server:
         `seconds` are for each of the `attempts`. Raises TimeoutError, with the last refusal, when they are over, and
         RuntimeError for a refusal that will not pass.
         """
-        pause, attempt = _FIRST_PAUSE, 0
-        while True:
-            attempt += 1
+        refusal = ""
+        for attempt in range(attempts):
+            if attempt:
+                await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             try:
                 async with asyncio.timeout(seconds):
                     reply = await self._client.post(url, content=body)
+            except TimeoutError:
+                refusal = f"no reply within {seconds:g} s"
+            except httpx2.HTTPError as error:
+                refusal = describe(error)
+            else:
                 if reply.status_code == 200:
                     return reply
                 refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
-            except TimeoutError:
-                refusal = f"no reply within {seconds:g} s"
-            except httpx2.HTTPError as error:
-                refusal = describe(error)
-            if attempt == attempts:
-                raise TimeoutError(refusal)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise TimeoutError(refusal)
 
     def close(self) -> None:
         """End the thread; requests under way are dropped."""

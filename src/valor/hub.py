@@ -9,8 +9,8 @@ _SECONDS = 5.0
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub answers, asked once. Where it does not, this process and those that it starts read its cache
-    alone: the hub's own libraries would try each file again for a minute."""
+    """Whether the hub can be reached; asked once. If not, this process and its children read only the hub's cache, as
+    its libraries would retry each file for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

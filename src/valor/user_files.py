@@ -46,7 +46,7 @@ def load_file(path: str, key: str) -> ModuleType:
 
 
 def installed(module: str, what: str, install: str) -> Any:
-    """A module of a package that not everybody has. UserError: it is not there, and how to `pip install` it."""
+    """An optional module. UserError: it is not installed, and how to `pip install` it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -54,30 +54,32 @@ def installed(module: str, what: str, install: str) -> Any:
 
 
 def load_object(name: str, key: str) -> Any:
-    """What `file.py:Name`, `package.module:Name` or `package.module.Name` names.
+    """The object at `file.py:Name`, `package.module:Name` or `package.module.Name`.
 
     UserError, naming the configuration `key` that holds it: there is none, or its import fails.
     """
-    place, _, member = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not place or not member:
+    source, _, member = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not source or not member:
         raise UserError(f"{key}: '{name}' must be file.py:Name or package.module.Name")
-    if place.endswith(".py") or "/" in place:
-        module = load_file(place, key)
+    if source.endswith(".py") or "/" in source:
+        module = load_file(source, key)
     else:
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
         except Exception as error:
-            raise UserError(f"{key}: '{place}' cannot be imported ({type(error).__name__}: {error})") from error
+            raise UserError(f"{key}: '{source}' cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, member):
-        known = [one for one in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))} if one[0] != "_"]
-        there = did_you_mean(member, known) or f" (it has {', '.join(known[:10]) or 'none'})"
-        raise UserError(f"{key}: {place} has no '{member}'{there}")
+        names = [name for name in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))} if name[0] != "_"]
+        there = did_you_mean(member, names) or f" (it has {', '.join(names[:10]) or 'none'})"
+        raise UserError(f"{key}: {source} has no '{member}'{there}")
     return getattr(module, member)
 
 
 def pickled(function: Any, what: str, key: str) -> bytes:
-    """A function for `unpickled` in another process, where its module need not be. The bytes are the same for the same
-    code in another session. UserError: something in it cannot travel; `what` it is, and the `key` that takes a file."""
+    """The bytes of a function, for `unpickled` in a process without its module; equal for equal code in any session.
+
+    UserError: something in it cannot be pickled; `what` the function is, and the `key` that takes a file instead.
+    """
     buffer = BytesIO()
     try:
         _Pickler(buffer).dump(function)
@@ -91,7 +93,7 @@ def pickled(function: Any, what: str, key: str) -> bytes:
 
 
 def unpickled(path: str) -> Callable[..., Any]:
-    """What `pickled` wrote into a file. UserError: it cannot be read here."""
+    """The function of which `path` holds the `pickled` bytes. UserError: it cannot be read here."""
     try:
         return pickle.loads(Path(path).expanduser().read_bytes())
     except Exception as error:
@@ -100,7 +102,7 @@ def unpickled(path: str) -> Callable[..., Any]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Code knows the folder that it was compiled in, and that of a notebook's cell has the number of a process."""
+    """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process)."""
 
     @staticmethod
     def _code(code: CodeType) -> Any:

@@ -140,7 +140,7 @@ def _count(terminalreporter: pytest.TerminalReporter) -> tuple[Counter[str], Cou
         attempts = dict(report.user_properties).get("attempts", 1)
         for (file, name), kind in ONE_EACH.items():
             if file in report.nodeid and name in report.nodeid:
-                level = re.search(r"\[(namespaces|landlock|seccomp|rlimits)\b", report.nodeid)
+                level = re.search(r"\[(landlock|seccomp|rlimits)\b", report.nodeid)
                 found.append((f"{kind}, level {level[1]}, {USER}" if level else kind, attempts))
         for kind, number in found:
             tried[kind] += number

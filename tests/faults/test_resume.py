@@ -9,11 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -23,7 +20,7 @@ from safetensors.torch import load_file
 from valor.config import PPOConfig, SFTConfig
 from valor.config.tree import nested
 from valor.engines.fsdp.engine import FSDPEngine
-from valor.errors import Diverged, UserError, WorkerDied
+from valor.errors import Diverged, UserError
 from valor.tracking.rundir import LOCK_FILE, locked
 from valor.trainer.changes import changes, digests_of, settings_of
 from valor.trainer.main_ppo import main
@@ -118,7 +115,6 @@ def test_settings_that_make_another_run(override):
         "trainer.total_epochs=60",
         "trainer.total_training_steps=500",
         "trainer.log_generations=9",
-        "trainer.max_restarts=3",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
         "critic.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.actor.fsdp_config.param_offload=true",
@@ -395,72 +391,6 @@ def test_lost_weights_end_the_run_with_the_last_good_checkpoint(ppo_arguments, t
     assert line.startswith("stopped: the weights are gone") and f"'{run_dir / 'global_step_2'}'" in line
     assert main(ppo_arguments(run_dir)) == 0
     assert "resumed from" in said(capsys)
-
-
-def test_a_rollback_leaves_the_batch_out_and_lowers_the_rates(ppo_arguments, tmp_path, monkeypatch, capsys):
-    run_dir = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        fail_once(patched, 5, Diverged("the weights are gone"))
-        assert main(ppo_arguments(run_dir, "trainer.max_rollbacks=1", "trainer.total_training_steps=4")) == 0
-    assert "going on from there" in said(capsys)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["training/rollbacks"] for row in rows] == [0, 0, 1, 1]
-    for role in ("actor", "critic"):
-        assert [row[f"{role}/lr"] for row in rows] == [1e-3, 1e-3, 5e-4, 5e-4]
-    assert json.loads((run_dir / "rollbacks.json").read_text())[0]["at"] == 3
-    state = json.loads((run_dir / "global_step_4" / "trainer.json").read_text())
-    assert state["sampler"]["position"] == 5 * 4  # one batch of four more than steps
-
-
-def test_a_rolled_back_run_that_is_killed_goes_on_as_it_was(ppo_arguments, tmp_path, monkeypatch):
-    arguments = ["trainer.max_rollbacks=2", "trainer.total_training_steps=4"]
-    for name in ("whole", "killed"):
-        with monkeypatch.context() as patched:
-            fail_once(patched, 5, Diverged("the weights are gone"))
-            assert main(ppo_arguments(tmp_path / name, *arguments)) == 0
-    for lost in ("global_step_3", "global_step_4", "huggingface"):
-        shutil.rmtree(tmp_path / "killed" / lost)
-    assert main(ppo_arguments(tmp_path / "killed", *arguments)) == 0
-    assert_same_weights(tmp_path / "killed", tmp_path / "whole")
-
-
-def test_rollbacks_have_an_end(ppo_arguments, tmp_path, capsys):
-    """Rates that ruin the weights whatever is done: as many rollbacks as allowed, then the line."""
-    run_dir = tmp_path / "run"
-    assert main(ppo_arguments(run_dir, "trainer.total_training_steps=1")) == 0
-    rate = ["actor_rollout_ref.actor.optim.lr=1e30", "trainer.resume_changed=allow", "trainer.max_rollbacks=2"]
-    assert main(ppo_arguments(run_dir, *rate)) == 1
-    assert "global_step_1" in one_line(capsys) and len(json.loads((run_dir / "rollbacks.json").read_text())) == 2
-
-
-def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, monkeypatch, capsys):
-    run_dir = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        fail_once(patched, 4, WorkerDied("rank 0 died"))
-        assert main(ppo_arguments(run_dir, "trainer.max_restarts=1")) == 0
-    assert "rank 0 died; restart 1 of trainer.max_restarts=1" in said(capsys)
-    assert_same_weights(run_dir, finished_ppo)
-
-
-@pytest.mark.faults
-def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, tmp_path, capsys):
-    """The command goes on by itself, and the weights are those of an undisturbed run."""
-    run_dir, killed = tmp_path / "run", []
-
-    def kill() -> None:
-        while not (run_dir / "global_step_1").exists():
-            time.sleep(0.01)
-        for process in psutil.Process().children(recursive=True):
-            if "_RayHost" in "".join(process.cmdline()[:1]):
-                process.kill()
-                killed.append(process.pid)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    assert main(ppo_arguments(run_dir, "trainer.controller=ray", "trainer.max_restarts=2")) == 0
-    assert killed and "restart 1 of trainer.max_restarts=2" in said(capsys)
-    assert_same_weights(run_dir, finished_ppo)
 
 
 def test_saves_are_put_off_while_updates_are_skipped(ppo_arguments, tmp_path, monkeypatch):

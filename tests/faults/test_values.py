@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from valor.agents.runner import EpisodeRunner
 from valor.cli import main
 from valor.rewards.worker import as_result
-from valor.rollout.native.engine import NativeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -62,17 +62,18 @@ def test_one_error_each_and_finite_weights(name, ppo, tmp_path, capsys, counts):
 
 def test_log_probs_of_an_engine(ppo, tmp_path, monkeypatch, counts):
     counts("values that are no numbers", 2)
-    generate = NativeEngine.generate
+    run = EpisodeRunner.run
 
-    def broken(self, requests):
-        outputs = generate(self, requests)
+    def broken(self, *args):
+        episodes = run(self, *args)
         for sample, place, value in ((1, 0, math.nan), (3, -1, -math.inf)):
-            log_probs = [*outputs[sample].log_probs]
+            (turn,) = episodes[sample].turns
+            log_probs = [*turn.log_probs]
             log_probs[place] = value
-            outputs[sample] = replace(outputs[sample], log_probs=log_probs)
-        return outputs
+            episodes[sample] = replace(episodes[sample], turns=(replace(turn, log_probs=log_probs),))
+        return episodes
 
-    monkeypatch.setattr(NativeEngine, "generate", broken)
+    monkeypatch.setattr(EpisodeRunner, "run", broken)
     run_dir = tmp_path / "run"
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     assert main(ppo(run_dir, bypass, "trainer.total_training_steps=2")) == 0

@@ -49,7 +49,6 @@ ONE = [
 TWO = [
     Case("tp2", 2, sizes(2)),
     Case("tp2-kl", 2, sizes(2), exact_kl=True),
-    Case("tp2-plain", 2, sizes(2, sequence_parallel=False)),
     Case("tp2-critic", 2, sizes(2), critic=True),
     Case("tp2-reward", 2, sizes(2), reward=True),
     Case("tp2-qwen3", 2, sizes(2), "qwen3"),
@@ -57,11 +56,8 @@ TWO = [
     Case("pp2-critic", 2, sizes(1, 2), critic=True),
     Case("pp2-reward", 2, sizes(1, 2), reward=True),
     Case("pp2-llama", 2, sizes(1, 2), "llama"),
-    Case("pp2-virtual", 2, sizes(1, 2, virtual_pipeline_model_parallel_size=2), "deep"),
     Case("dp2", 2, sizes()),
     Case("dp2-critic", 2, sizes(), critic=True),
-    Case("dp2-each-all", 2, sizes(use_distributed_optimizer=False)),
-    Case("dp2-overlap", 2, sizes(override_ddp_config={"overlap_grad_reduce": True})),
     Case("cp2", 2, sizes(1, 1, 2)),
     Case("ep2-moe", 2, sizes(expert_model_parallel_size=2), "qwen3_moe"),
     Case("tp2-moe", 2, sizes(2), "qwen3_moe"),
@@ -86,7 +82,7 @@ MOVES = [
     Move(Case("x1-tp", 2, sizes(2), "qwen3_moe")),
     Move(Case("x2-ep", 2, sizes(expert_model_parallel_size=2), "qwen3_moe"), "x1-tp"),
     Move(Case("c1-tp", 2, sizes(2), critic=True)),
-    Move(Case("c2-dp", 2, sizes(use_distributed_optimizer=False), critic=True), "c1-tp"),
+    Move(Case("c2-dp", 2, sizes(), critic=True), "c1-tp"),
 ]
 LAST = [
     Move(Case("m5-fsdp", 1, None), "m4-tp-pp"),

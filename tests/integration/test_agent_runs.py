@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI = f"{ROLLOUT}.multi_turn"
+AGENT = f"{ROLLOUT}.agent"
 TOOLS = agent_tools.__file__
 
 
@@ -123,7 +124,7 @@ def assert_trained(run_dir, steps=2):
 
 def test_an_environment_and_functions(agents, recorded, tmp_path, talking):
     decode = AutoTokenizer.from_pretrained(talking).decode
-    tools = multi_turn(f"{MULTI}.environment={TOOLS}:World", f"{MULTI}.function_tool_path={TOOLS}")
+    tools = multi_turn(f"{AGENT}.environment={TOOLS}:World", f"{MULTI}.function_tool_path={TOOLS}")
     assert main(agents(tmp_path / "run", *tools)) == 0
     rows = assert_trained(tmp_path / "run")
     assert_rows_are_the_turns(recorded)
@@ -139,7 +140,7 @@ def test_an_environment_and_functions(agents, recorded, tmp_path, talking):
 
 
 def test_tools_that_misbehave(agents, recorded, tmp_path, talking):
-    tools = [f"{MULTI}.environment={TOOLS}:BadWorld", f"{MULTI}.tool_timeout=0.3", f"{MULTI}.format=bad_text"]
+    tools = [f"{AGENT}.environment={TOOLS}:BadWorld", f"{MULTI}.tool_timeout=0.3", f"{MULTI}.format=bad_text"]
     lengths = ["data.max_response_length=320", f"{MULTI}.max_tool_response_length=40", "data.train_batch_size=8"]
     assert main(agents(tmp_path / "run", *multi_turn(*tools), *lengths)) == 0
     rows = assert_trained(tmp_path / "run")

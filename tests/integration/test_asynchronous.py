@@ -11,14 +11,12 @@ import pytest
 import ray
 from runs import assert_same_run, assert_same_weights, read_metrics
 
-from valor.agents.episode import Episode
-from valor.collector.ahead import SamplesAhead
+from valor.collector.ahead import PromptSupply
 from valor.collector.collector import Collector
 from valor.config import PPOConfig, load
 from valor.controller import ray_group
 from valor.controller.ray_group import RayGroup
 from valor.errors import UserError
-from valor.rewards import executor
 from valor.trainer.checks import check
 from valor.trainer.main_ppo import main
 
@@ -115,14 +113,13 @@ def test_vtrace_weighs_the_returns_of_stale_samples_alone(overrides, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        [SEPARATE, LOCAL],
-        [SEPARATE, f"{V1}.separate_async.clear_kv_cache_on_weight_sync=false"],
-        [SEPARATE, LOCAL, f"{V1}.separate_async.num_warmup_batches=2", f"{V1}.sampler.max_off_policy_strategy=wait"],
+        [SEPARATE],
+        [SEPARATE, LOCAL, f"{V1}.num_warmup_batches=2", f"{V1}.sampler.max_off_policy_strategy=wait"],
         [SEPARATE, LOCAL, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=50"],
         [COLOCATED],
         [COLOCATED, "trainer.controller=ray"],
     ],
-    ids=["threads", "ray, cache kept", "waits", "dynamic sampling", "colocated", "colocated, ray"],
+    ids=["ray", "waits", "dynamic sampling", "colocated", "colocated, ray"],
 )
 def test_samples_are_complete_each_trained_on_once_and_not_too_old(more, overrides, tmp_path, watched):
     steps = ["trainer.total_training_steps=6", "trainer.test_freq=3", f"{OLDEST}=2"]
@@ -142,15 +139,14 @@ def test_samples_are_complete_each_trained_on_once_and_not_too_old(more, overrid
 @pytest.mark.usefixtures("hosts")
 def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched, monkeypatch):
     """In the trainer's processes: few at a time and of many lengths, so that some of every batch are cut off."""
-    receive = SamplesAhead._receive
+    receive = PromptSupply._receive
 
     def graded_at_once(self, item):
         receive(self, item)
         wait([grade for _, grade in self.grading._early.values()])
 
     # Else a fast model answers all it has before the first grades are there.
-    monkeypatch.setattr(SamplesAhead, "_receive", graded_at_once)
-    monkeypatch.setattr(executor, "_TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(PromptSupply, "_receive", graded_at_once)
     few = [COLOCATED, "actor_rollout_ref.rollout.max_num_seqs=5", "data.max_response_length=40"]
     assert main(overrides(tmp_path / "run", *few, "trainer.total_training_steps=5")) == 0
     rows = read_metrics(tmp_path / "run")[1:]
@@ -165,16 +161,16 @@ def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched,
 
 def test_what_is_too_old_is_dropped_and_drawn_again(overrides, tmp_path, watched, monkeypatch):
     """One prompt of the first batch never ends until its age is over."""
-    hold, receive = threading.Event(), SamplesAhead._receive
+    hold, receive = threading.Event(), PromptSupply._receive
 
     def slow(self, item):
-        late = getattr(item, "episode", None)
-        if isinstance(late, Episode) and late.key[1:] == (1, 0) and item.attempt == 0:
+        episode, attempt = item
+        if episode.key[1:] == (1, 0) and attempt == 0:
             hold.set()
             return
         receive(self, item)
 
-    monkeypatch.setattr(SamplesAhead, "_receive", slow)
+    monkeypatch.setattr(PromptSupply, "_receive", slow)
     assert main(overrides(tmp_path / "run", SEPARATE, LOCAL, f"{OLDEST}=1", "trainer.total_training_steps=6")) == 0
     assert hold.is_set()
     rows = read_metrics(tmp_path / "run")[1:]
@@ -203,7 +199,7 @@ def test_a_free_run_goes_on_from_its_queue(overrides, tmp_path, watched):
 @pytest.fixture
 def killed(monkeypatch):
     """The generator is killed, once, when an answer to a prompt of the third draw has come. Who was."""
-    receive, start, pids, killed = SamplesAhead._receive, RayGroup._start, [], []
+    receive, start, pids, killed = PromptSupply._receive, RayGroup._start, [], []
 
     def remembered(group):
         start(group)
@@ -217,7 +213,7 @@ def killed(monkeypatch):
             os.kill(pids[0], signal.SIGKILL)
 
     monkeypatch.setattr(RayGroup, "_start", remembered)
-    monkeypatch.setattr(SamplesAhead, "_receive", deadly)
+    monkeypatch.setattr(PromptSupply, "_receive", deadly)
     return killed
 
 
@@ -250,7 +246,7 @@ def test_when_none_is_left_the_run_ends_with_a_line_and_a_checkpoint(
     [
         ([COLOCATED, f"{OLDEST}=0"], "nothing to carry over"),
         ([COLOCATED, "actor_rollout_ref.rollout.nnodes=1"], "use separate_async"),
-        ([SEPARATE, f"{V1}.separate_async.num_warmup_batches=3", f"{OLDEST}=2"], "set it to 2 or less"),
+        ([SEPARATE, f"{V1}.num_warmup_batches=3", f"{OLDEST}=2"], "set it to 2 or less"),
         ([SEPARATE, f"{V1}.separate_async.parameter_sync_step=3", "data.train_batch_size=8"], "a multiple of that"),
         ([SEPARATE, "algorithm.adv_estimator=remax"], "remax compares"),
         ([SEPARATE, "resource_pools={values: {roles: [critic]}}"], "needs processes for generation"),

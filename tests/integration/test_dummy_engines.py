@@ -60,7 +60,7 @@ class PlainEngine:
         return plain_weights(self.module, self.module.state_dict().items())
 
     @property
-    def whole_module(self):
+    def generation_module(self):
         return self.module.hf
 
     def unsharded(self) -> AbstractContextManager:

@@ -134,15 +134,6 @@ def run_rank(out: Path) -> None:
     before = lonely.state_dict()
     log["broken"] = step(lonely, broken)
     after = lonely.state_dict()
-    config = lonely.module.hf.config
-    config.num_hidden_layers -= 1
-    lonely.forward(share, temperature=0.8)
-    config.num_hidden_layers += 1
-    with torch.no_grad():
-        for parameter in lonely.module.parameters():
-            parameter.to_local().mul_(1.1)
-    seen = [lonely.forward(share, temperature=0.8)["log_probs"] for _ in range(2)]
-    log["fresh"] = torch.equal(*seen)
     log["unchanged"] = all(torch.equal(before[n], after[n]) for n in before)
 
     resumed = build(seed=5)
@@ -178,7 +169,7 @@ def run_rank(out: Path) -> None:
         save_file(twice, out / "twice.safetensors")
         save_file(kl_grads, out / "kl_grads.safetensors")
     again.export(out / "hf")
-    frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
+    frozen = build(frozen=True, reshard_after_forward=False)
     log["frozen"] = list(frozen.forward(everything_on_one)["log_probs"].shape)
     (out / f"log_{rank}.json").write_text(json.dumps(log))
 
@@ -261,10 +252,6 @@ def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(logs):
     for log in logs:
         assert log["broken"]["skipped"] == 1.0 and math.isnan(log["broken"]["grad_norm"])
         assert log["unchanged"]
-
-
-def test_what_a_pass_gathered_and_did_not_use_is_forgotten(logs):
-    assert all(log["fresh"] for log in logs)
 
 
 def test_resume_at_two_ranks_is_bitwise(logs):

@@ -94,7 +94,7 @@ def test_a_server_with_fewer_sessions_than_there_are_episodes(overrides, data, t
     with serving(5) as address:
         kwargs = "actor_rollout_ref.rollout.agent.environment_kwargs="
         kwargs += f"{{url: '{address}', unscored: -2.0}}"
-        rows = run(overrides, data, tmp_path, "valor.agents.openenv.OpenEnv", kwargs)
+        rows = run(overrides, data, tmp_path, f"{EXAMPLES}/openenv.py:OpenEnv", kwargs)
     for row in rows[1:]:
         assert row["episode/failed"] == 0 and row["critic/score/mean"] == -2.0
 

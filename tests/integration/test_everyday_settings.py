@@ -546,16 +546,14 @@ def _(run: Run, value: Any) -> None:
     )
 )
 def _(run: Run, value: Any) -> None:
-    for role, section in (("actor", ROLLOUT), ("ref", REF)):
+    rows = None if run[f"{ACTOR}.use_dynamic_bsz"] else run[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    for role in ("actor", "ref"):
         passes = [one for one in run.seen.passes if one.role == role]
         assert role == "actor" or bool(passes) == run.needs_reference
         for one in passes:
-            rows = run[f"{section}.log_prob_micro_batch_size_per_gpu"]
-            rows = None if run[f"{section}.log_prob_use_dynamic_bsz"] else rows
-            most = run[f"{section}.log_prob_max_token_len_per_gpu"]
+            most = run[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
             assert_micro_batches(one, rows, most, packed=run[f"{MODEL}.use_remove_padding"])
-    name = f"{REF}.log_prob_micro_batch_size_per_gpu"
-    assert run.notes(name) == (not run.needs_reference)
+    assert all(run.notes(f"{REF}.log_prob_{name}") for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu"))
 
 
 @promise(
@@ -770,7 +768,7 @@ for key in (
 
 @promise(f"{ROLLOUT}.name")
 def _(run: Run, value: str) -> None:
-    assert run.notes(f"{ROLLOUT}.name=hf") == (value == "hf")
+    assert "name: native" in (run.run_dir / "config.yaml").read_text()
 
 
 # --- resuming

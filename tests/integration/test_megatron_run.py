@@ -26,8 +26,8 @@ MEGATRON = [
     "actor_rollout_ref.actor.strategy=megatron",
     f"{ACTOR}.dtype=float32",
     "actor_rollout_ref.model.external_lib=megatron_on_cpu",
-    "critic.model.external_lib=megatron_on_cpu",
     "reward.reward_model.strategy=megatron",
+    "reward.reward_model.fsdp_config.dtype=float32",
 ]
 LAYOUTS = {
     "tp2-pp2": [

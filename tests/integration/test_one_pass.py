@@ -23,7 +23,7 @@ ONE_UPDATE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.lam=0.
 @pytest.mark.usefixtures("hosts")
 def test_the_run_is_the_same_to_the_last_bit(overrides, tmp_path, monkeypatch, more):
     assert main(overrides(tmp_path / "one", *ONE_UPDATE, *more)) == 0
-    monkeypatch.setattr(Critics, "in_one_pass", lambda *_: False)
+    monkeypatch.setattr(Critics, "values_in_update", lambda *_: False)
     assert main(overrides(tmp_path / "two", *ONE_UPDATE, *more)) == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
     frozen = sum("freeze_steps" in setting for setting in more)  # a step in which values are all there is to compute

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import valor
 from valor import algorithms, cli
 from valor.errors import UserError
-from valor.lab.given import demonstration_row, given_model
+from valor.lab.inputs import demonstration_row, model_settings
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_rows_and_tokenizers_as_others_write_them():
     assert demonstration_row({"prompt": chat[:1], "completion": said})["messages"] == chat
     with pytest.raises(UserError, match="a row has no 'prompt'"):
         demonstration_row({"completion": said})
-    assert given_model("model", "policy", "tokens") == {"model.path": "policy", "model.tokenizer_path": "tokens"}
+    assert model_settings("model", "policy", "tokens") == {"model.path": "policy", "model.tokenizer_path": "tokens"}
 
 
 def test_a_grader_of_files_still_goes_by_data_source(tiny, tmp_path):

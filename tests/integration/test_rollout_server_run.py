@@ -244,38 +244,6 @@ def test_an_aborted_sequence_goes_on_from_what_it_has(server, engine):
     assert unaborted.finish_reason == "length" and {one.finish_reason for one in others} == {"abort"}
 
 
-def test_weights_that_change_in_the_middle(server, engine):
-    old = AutoModelForCausalLM.from_pretrained(server.folder).eval()
-    new = deepcopy(old)
-    trained(new, 1)
-    late = replace(LONG[0], request_id="late")
-
-    def change() -> list[Request]:
-        sync(engine, new, 2)
-        return [late]
-
-    for _ in range(5):  # on a busy machine all may have ended before the change
-        sync(engine, old, 1)
-        engine.generate([replace(one, params=SamplingParams(max_tokens=1)) for one in LONG])  # into the cache
-        _, *outputs, arrived = served(engine, [FIRST, *LONG], change, at="first")
-        if any(len(one.spans) == 2 for one in outputs):
-            break
-    else:
-        raise AssertionError("no change came in the middle")
-    assert arrived.spans == (Span(TOKENS, 2),)
-    assert_log_probs(arrived, teacher_forced(new, late, arrived), 1e-4)
-    for request, output in zip(LONG, outputs, strict=True):
-        assert len(output.token_ids) == TOKENS
-        assert [one.weights_version for one in output.spans] in ([1], [2], [1, 2])
-        n = sum(one.num_tokens for one in output.spans if one.weights_version == 1)
-        by_old, by_new = (teacher_forced(model, request, output) for model in (old, new))
-        told = torch.tensor(output.log_probs)
-        assert n == 0 or (told - by_old)[:n].abs().max() < 1e-4
-        # Sampled by the new weights behind keys and values of the old ones, from the very next token.
-        assert n in (0, TOKENS) or (told - by_old)[n:].abs()[0] > 1e-4
-        assert n > 0 or (told - by_new).abs().max() < 1e-4
-
-
 def test_a_run(server, overrides, tmp_path):
     kept = tmp_path / "weights"
     kept.mkdir()

@@ -94,8 +94,8 @@ def test_under_ray(is_tied, placed, native_run, untied, overrides, tmp_path):
     assert_same_training(native_run(*model), tmp_path / "run")
 
 
-def test_weights_and_aborts_between_two_tokens_of_one_that_is_split(forks, untied, tmp_path):
-    """Both ranks' sources give the weights, the first one's alone has the requests."""
+def test_requests_and_aborts_reach_all_ranks_of_one_that_is_split(forks, untied, tmp_path):
+    """The first rank's source alone has requests."""
     run_ranks(forks, tmp_path, 2, generate, Path(untied.split("=")[1]))
 
 

@@ -32,7 +32,6 @@ class Mine:
         row = self.rows[i]
         return {**row, "raw_prompt": row.pop("prompt")}
 """
-TRACED = "actor_rollout_ref.{0}.profiler.enable=true"
 
 
 def test_a_run_with_a_dataset_class_and_traces(overrides, tmp_path):
@@ -40,19 +39,14 @@ def test_a_run_with_a_dataset_class_and_traces(overrides, tmp_path):
     traces = tmp_path / "traces"
     own = [f"data.custom_cls.path={tmp_path / 'mine.py'}", "data.custom_cls.name=Mine"]
     steps = ["global_profiler.tool=torch", "global_profiler.steps=[2]", f"global_profiler.save_path={traces}"]
-    roles = [
-        TRACED.format("actor"),
-        TRACED.format("rollout"),
-        "critic.profiler.enable=true",
-        "critic.profiler.ranks=[1]",
-    ]
+    roles = ["actor_rollout_ref.actor.profiler.enable=true", "global_profiler.roles=[actor,rollout]"]
     assert main(overrides(tmp_path / "own", "trainer.total_training_steps=3", *own, *steps, *roles)) == 0
     assert main(overrides(tmp_path / "files", "trainer.total_training_steps=3")) == 0
     assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "files")
     assert [folder.name for folder in traces.iterdir()] == ["step_2"]
     names = {file.name for file in (traces / "step_2").iterdir()}
     updates = {f"rank0.actor.update.{call}.json.gz" for call in (1, 2)}
-    assert updates < names and not any("critic" in name for name in names)  # the critic's rank 1 is not there
+    assert updates < names and not any("critic" in name for name in names)
     events = json.loads(gzip.decompress((traces / "step_2" / min(updates)).read_bytes()))["traceEvents"]
     assert any("backward" in str(event.get("name", "")).lower() for event in events)
     rows = read_metrics(tmp_path / "own")[1:]

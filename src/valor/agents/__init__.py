@@ -1,4 +1,4 @@
-"""Episodes: what the policy said and was told, turn by turn, and how that becomes rows of a batch."""
+"""Episodes: conversations of the policy with tools and environments, turn by turn, and their rows of a batch."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -10,26 +10,17 @@ if TYPE_CHECKING:
     from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, function_tool
 
 _MODULES = {
-    "environment": ("Step", "TextEnvironment"),
-    "formats": ("register_format",),
-    "tools": ("ToolResult",),
-    "verl_tools": ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse", "function_tool"),
+    "Step": "environment",
+    "TextEnvironment": "environment",
+    "ToolResult": "tools",
+    "register_format": "formats",
 }
-__all__ = [
-    "BaseTool",
-    "OpenAIFunctionToolSchema",
-    "Step",
-    "TextEnvironment",
-    "ToolResponse",
-    "ToolResult",
-    "function_tool",
-    "register_format",
-]
+__all__ = ["BaseTool", "OpenAIFunctionToolSchema", "Step", "TextEnvironment", "ToolResponse", "ToolResult"]
+__all__ += ["function_tool", "register_format"]
 
 
 def __getattr__(name: str) -> Any:
     """The names above, imported when they are first used: torch is behind some of them."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return resolve_name(f"valor.agents.{module}:{name}")
+    if name in __all__:
+        return resolve_name(f"valor.agents.{_MODULES.get(name, 'verl_tools')}:{name}")
     raise AttributeError(f"module 'valor.agents' has no attribute '{name}'")

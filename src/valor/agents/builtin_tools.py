@@ -1,26 +1,17 @@
-"""Tools that come with Valor: a calculator, and Python in the sandbox. By name in a tools file, or as functions."""
+"""Tools that come with Valor, by name in a tools file: Python in the sandbox, search, those of MCP servers."""
 
-import ast
-import operator
+import json
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
-from valor.agents.tools import ToolResult
+from valor.agents.mcp_tools import mcp_tools
+from valor.agents.search.client import SearchFailed, open_retriever, results_text
+from valor.agents.tools import ToolError, ToolResult
 from valor.errors import UserError
 from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
 
-_MAX_LENGTH = 500  # characters of an expression
-_MAX_BITS = 4096  # of a power, and of the result
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_BOUNDS = ("num_workers", "rate_limit")  # verl's threads and Ray actors; here they bound the requests under way
 # Runs inside the sandbox: errors and what is printed in one stream, then the value of the last line, as in a console.
 _CONSOLE = """
 import ast, sys, traceback
@@ -39,59 +30,8 @@ except Exception as error:
 """
 
 
-def calculator(expression: str) -> str:
-    """Compute an arithmetic expression.
-
-    Args:
-        expression: Numbers with + - * / // % ** and parentheses.
-    """
-    if len(expression) > _MAX_LENGTH:
-        raise ValueError(f"the expression is longer than {_MAX_LENGTH} characters")
-    try:
-        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
-    except (SyntaxError, MemoryError, RecursionError):
-        raise ValueError("this is not an arithmetic expression") from None
-    try:
-        value = _value(tree.body)
-    except ZeroDivisionError:
-        raise ValueError("division by zero") from None
-    if isinstance(value, Fraction) and value.denominator == 1:
-        if value.numerator.bit_length() > _MAX_BITS:
-            raise ValueError("the result is too large")
-        return str(value.numerator)
-    return format(float(value), ".12g")
-
-
-def _value(node: ast.expr) -> Fraction | float:
-    """Exact as long as no root is drawn."""
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
-        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
-            return _OPERATORS[type(operation)](_value(left), _value(right))
-    raise ValueError("only numbers with + - * / // % ** and parentheses can be computed")
-
-
-def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
-    if isinstance(base, Fraction) and exponent == int(exponent):
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits * abs(exponent) > _MAX_BITS:
-            raise ValueError("the power is too large")
-        return base ** int(exponent)
-    if base < 0:
-        raise ValueError("the root of a negative number")
-    return float(base) ** float(exponent)
-
-
 def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], ToolResult]:
-    """The tool `python`, which may use so much CPU time and memory in a call; no network, no files, no memory of
-    earlier calls.
+    """The tool `python`, with limits on CPU time and memory of a call; no network, no files, no state between calls.
 
     Raises UserError when code cannot be enclosed on this machine.
     """
@@ -119,8 +59,34 @@ def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], T
     return python
 
 
-BUILTIN_TOOLS: dict[str, Callable[..., Callable[..., Any]]] = {
-    "calculator": lambda: calculator,
-    "python": make_python,
-}
-"""What makes each, from the `config` of its entry in a tools file."""
+def make_search(enable_global_rate_limit: bool = True, **config: Any) -> Callable[..., Any]:
+    """verl's tool `search`; a failure is the reply's text, and counted as `failed`.
+
+    `config` has verl's keys (`retrieval_service_url`, `topk`, `default_timeout`, `num_workers`, `rate_limit`) or those
+    of `open_retriever`; a `corpus` is searched in this process. TypeError: an unknown key.
+    """
+    names = {"retrieval_service_url": "url", "default_timeout": "timeout"}
+    options = {names.get(key, key): value for key, value in config.items() if key not in _BOUNDS}
+    if bounds := [config[bound] for bound in _BOUNDS if bound in config]:
+        options["max_concurrent"] = min(bounds)
+    retriever = open_retriever(**options)
+
+    async def search(query_list: list[str]) -> ToolResult:
+        """Searches for relevant information based on queries.
+
+        Args:
+            query_list: List of search queries
+        """
+        error: ToolError | None = None
+        try:
+            results = await retriever.retrieve(query_list)
+            text = results_text(results) if any(results) else "No search results found."
+        except SearchFailed as failure:
+            text, error = f"Search error: {failure}", "failed"
+        return ToolResult(json.dumps({"result": text}, ensure_ascii=False), error=error)
+
+    return search
+
+
+BUILTIN_TOOLS: dict[str, Callable[..., Any]] = {"python": make_python, "search": make_search, "mcp": mcp_tools}
+"""Each makes a function, or several FunctionTools, from the `config` of its entry in a tools file."""

@@ -1,8 +1,8 @@
-"""Conversations as token ids: what a policy sampled stays as it was sampled, and what it is told is appended to it.
+"""Conversations as token ids: sampled tokens stay as they are, and observations are appended to them.
 
 A chat template renders whole conversations. The next prompt is the ids so far plus those of the new messages wherever
 the template's text of the longer conversation begins with its text of the shorter one. Where it does not, because it
-rewrites history (Qwen3 drops the thinking of earlier turns), the conversation goes on as a new row.
+rewrites history (Qwen3 drops the thinking of earlier turns), the conversation continues in a new row.
 """
 
 import re
@@ -51,7 +51,7 @@ class Chat:
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered text; what `safe` has hidden in it becomes plain characters."""
         pieces = _HIDDEN_TEXT.split(text)
-        # Character by character, no token of several characters can be found in them.
+        # Tokenized character by character, they hold no token of several characters.
         plain = (bytes.fromhex(piece).decode(errors="replace") if i % 2 else [piece] for i, piece in enumerate(pieces))
         parts = [part for piece in plain for part in piece if part]
         if not parts:
@@ -101,7 +101,7 @@ class Conversation:
         self._answer, self._end = "", ""
 
     def answer(self, output: Output) -> str:
-        """Add what the policy said; returns its text without the token that ended it."""
+        """Add the policy's turn; returns its text without the token that ended it."""
         ended = output.finish_reason == "stop"
         self._answer = self._chat.decode(output.token_ids[:-1] if ended else output.token_ids)
         self._end = self._chat.decode(output.token_ids[-1:]) if ended else ""
@@ -113,10 +113,10 @@ class Conversation:
 
         Returns the ids that follow its turn; None: `token_ids` are a new prompt in place of all before.
         """
-        before, earlier, told = self._text, self.messages, self._chat.safe(messages)
+        before, earlier, added = self._text, self.messages, self._chat.safe(messages)
 
         def rendered(answer: str) -> str:
-            self.messages = [*earlier, {"role": "assistant", "content": answer}, *told]
+            self.messages = [*earlier, {"role": "assistant", "content": answer}, *added]
             return self._chat.render(self.messages, self._tools)
 
         self._text = rendered(self._answer)

@@ -1,13 +1,28 @@
-"""What a text environment is: it opens an episode, answers what the policy says, and judges."""
+"""Text environments, and their loop: the policy acts and the environment answers, until the episode is done."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
-from valor.agents.chat import Message
+from valor.agents.chat import Conversation, Message
+from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
+from valor.agents.formats import valid_text
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
+from valor.agents.tool_loop import converse, with_opening
+from valor.agents.tool_runner import release, run_tool
+from valor.errors import UserError
+from valor.rollout.base import FinishReason
+from valor.user_files import load_object
+
+_KEY = "rollout.agent.environment"
+
+Call = Callable[..., Awaitable[Any]]
 
 
 class Step(NamedTuple):
-    """An answer to the policy: messages, or a text as one message of the user; a reward for the turn; and whether
+    """An answer to the policy: messages, or a text as one message of the user; the reward of the turn; and whether
     the episode is over, so that nobody reads the messages."""
 
     messages: Sequence[Message] | str
@@ -24,7 +39,7 @@ class TextEnvironment:
     """
 
     open_seconds: float | None = None
-    """How long `open` may take; None: as long as any call, `rollout.multi_turn.tool_timeout`."""
+    """Time limit of `open`; None: that of any call, `rollout.multi_turn.tool_timeout`."""
 
     def open(self, row: Mapping[str, Any]) -> Any:
         """Begin. Returns the messages that the policy reads first, in place of the row's; a text to be added to the
@@ -34,20 +49,97 @@ class TextEnvironment:
         """
 
     def step(self, text: str) -> Any:
-        """Answer what the policy said: a Step, or a tuple (messages, reward, done)."""
+        """Answer the policy's text: a Step, or a tuple (messages, reward, done)."""
         raise NotImplementedError
 
     def score(self) -> Any:
-        """What the episode is worth beside its steps' rewards, asked when it has ended for whatever reason. None: a
-        grader shall say, by the row's data_source."""
+        """The reward of the episode beside its steps', computed when it has ended for whatever reason. None: a grader
+        decides, by the row's data_source."""
         return 0.0
 
     def close(self) -> Any:
-        """Let go of everything; also called when `open` has failed."""
+        """Release everything; also called when `open` has failed."""
 
 
 def row_number(row: Mapping[str, Any]) -> int:
-    """What decides a game that is drawn: `seed` of the row's extra_info, else the row's number in its data files. The
-    samples of a prompt play the same game."""
+    """The seed of a game: `seed` of the row's extra_info, else the row's number in its data files. The samples of a
+    prompt play the same game."""
     seed = row["extra_info"].get("seed")
     return int(row["uid"].rpartition(":")[2] if seed is None else seed)
+
+
+@register_loop("environment_agent")
+class EnvironmentLoop(AgentLoop):
+    """The environment of `rollout.agent.environment` judges the episode.
+
+    Its score is the sum of its steps' rewards and of the environment's score at the end.
+    """
+
+    grades = True
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        rollout = context.config.actor_rollout_ref.rollout
+        if rollout.agent.environment is None:
+            raise UserError(f"environment_agent needs {_KEY}")
+        self._name = rollout.agent.environment
+        self._make = find_environment(self._name, rollout.agent.environment_kwargs)
+        self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
+        trial = partial(self._call, self._make(), asyncio.Lock())  # a mistake is reported before the run
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+            thread.submit(asyncio.run, release(trial("close"))).result()
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        environment = await run_tool(self._make, {}, self._seconds, "the constructor")
+        call = partial(self._call, environment, asyncio.Lock())
+        try:
+            opening = await call("open", task.row)
+            if opening is None or isinstance(opening, str):
+                messages = with_opening(task.row["messages"], opening)
+            else:
+                messages = self.chat.safe(list(opening))
+            talk = Conversation(self.chat, messages)
+            play = self.play(task, generate, talk.token_ids)
+            reason = await converse(play, talk, partial(self._answer, play, call))
+            outcome = await call("score")
+        finally:
+            await release(call("close"))
+        return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
+
+    async def _answer(
+        self, play: Play, call: Call, text: str, finish_reason: FinishReason
+    ) -> list[Message] | EpisodeEnd:
+        """The environment's messages. A turn that a limit cuts off reaches it too: otherwise a policy that never ends
+        would never lose."""
+        if finish_reason == "abort":
+            return "abort"
+        step = await call("step", text)
+        if not isinstance(step, tuple) or not 1 <= len(step) <= len(Step._fields):
+            raise EpisodeFailed(f"step() returned {type(step).__name__}, and not a Step")
+        messages, reward, done = Step(*step)
+        play.reward(float(reward))
+        if done or finish_reason != "stop":
+            return "stop" if done else finish_reason
+        if len(play.turns) >= self._most_turns:
+            return "turns"
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+    async def _call(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
+        seconds = (method == "open" and environment.open_seconds) or self._seconds
+        function = partial(getattr(environment, method), *arguments)
+        return valid_text(await run_tool(function, {}, seconds, f"{method}()", lock))
+
+
+def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
+    """The constructor of an environment. UserError: there is none of that name, or it does not take the arguments."""
+    cls = load_object(name, _KEY)
+    if not (isinstance(cls, type) and issubclass(cls, TextEnvironment)):
+        raise UserError(f"{_KEY}={name}: is no environment: derive it from valor.agents.TextEnvironment")
+
+    def make() -> TextEnvironment:
+        try:
+            return cls(**kwargs)
+        except TypeError as error:
+            raise UserError(f"{_KEY}={name}: cannot be made with these environment_kwargs ({error})") from None
+
+    return make

@@ -1,6 +1,6 @@
-"""An episode: a prompt, and turns in which the policy speaks and is told something back.
+"""An episode: a prompt, and turns of the policy with observations between them.
 
-A single answer is an episode of one turn. Tokens are kept exactly as the engine sampled them or was given them.
+A single answer is an episode of one turn. Token ids are exactly those that the engine sampled or got.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ EpisodeEnd = FinishReason | Literal["turns"]
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode that its tools, its environment or its program did not play to the end."""
+    """Its tools, its environment or its program did not play an episode to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said in one turn.
+    """One turn of the policy.
 
     `token_ids` and `log_probs` [n] are those of the sampled tokens; `spans` say which version of the weights sampled
-    how many of them. `observation_ids` are the tokens that the policy was given since its last turn; those of the first
-    turn are the prompt, and belong to the episode. `prompt_ids`: the turn begins a row of its own, with this prompt,
-    because the chat template rewrites what came before. `reward`: what the environment gave for the turn.
+    how many of them. `observation_ids` are the tokens between the previous turn and this one. `prompt_ids`: the turn
+    begins a row of its own, with this prompt, because the chat template rewrites history. `reward`: the environment's
+    for the turn.
     """
 
     token_ids: Sequence[int]
@@ -56,10 +56,9 @@ class Turn:
 class Episode:
     """Turns of one conversation, and why the last one ended.
 
-    `prompt_ids`: of the first row; None: the prompt that was given. `outcome`: the environment's score of the whole;
-    None: graders judge. `info`: counters and records, for metrics and for reading. `error`: why it could not be played.
-    `text`, `turn_texts`: all of the response, and what the policy said in each turn, of one that is told without its
-    turns.
+    `prompt_ids`: of the first row; None: the task's prompt. `outcome`: the environment's score of the episode; None:
+    graders judge. `info`: calls and counters, for metrics and reports. `error`: why it could not be played. `text`,
+    `turn_texts`: the response, and the policy's text in each turn, where `turns` are left out.
     """
 
     key: EpisodeKey
@@ -79,11 +78,11 @@ class Episode:
 
     @property
     def response_ids(self) -> list[int]:
-        """All tokens after the first prompt: observations and the policy's own; of later rows the policy's own."""
+        """All tokens after the first prompt, but the prompts of later rows."""
         return [*chain.from_iterable((*turn.observation_ids, *turn.token_ids) for turn in self.turns)]
 
     def turn_texts_by(self, decode: Decode) -> Sequence[str] | None:
-        """What the policy said in each turn; None of a single answer, which is all that it said."""
+        """The policy's text in each turn; None of a single answer."""
         if self.turn_texts is not None or self.prompt_ids is None:
             return self.turn_texts
         turns = {number: turn.token_ids for number, turn in enumerate(self.turns, 1) if turn.token_ids}
@@ -115,9 +114,9 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     ]
 
     def columns(of_turn: Callable[[Turn, int], Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """The turns' numbers, with zeros where the policy was given an observation."""
-        found = (((*repeat(0, len(t.observation_ids)), *of_turn(t, i)) for i, t in turns) for _, turns in rows)
-        return pad_rows([[*chain.from_iterable(parts)] for parts in found], dtype)[0]
+        """[R, T]: numbers of the turns' tokens, 0 on observations."""
+        parts = (((*repeat(0, len(t.observation_ids)), *of_turn(t, i)) for i, t in turns) for _, turns in rows)
+        return pad_rows([[*chain.from_iterable(part)] for part in parts], dtype)[0]
 
     tokens = (((*turn.observation_ids, *turn.token_ids) for _, turn in turns) for _, turns in rows)
     padded, lengths = pad_rows([[*chain.from_iterable(parts)] for parts in tokens], torch.long)
@@ -152,8 +151,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
 
 
 def with_text(rows: Batch, decode: Decode) -> Batch:
-    """The rows with `response_text`, unless they have it; those of loops also with `turn_texts`, what the policy said
-    in each turn of the row."""
+    """Adds `response_text` where it is missing, and to rows of loops `turn_texts`, the policy's in each turn."""
     by_turns = "episode_info" in rows and "turn_texts" not in rows
     if "response_text" in rows and not by_turns:
         return rows
@@ -171,44 +169,43 @@ def with_text(rows: Batch, decode: Decode) -> Batch:
 
 
 def turn_tokens(ids: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Of each turn in a row: its number, its first token, and the ids of the policy's tokens in it."""
+    """Of each turn in a row: its number, the position of its first token, and its token ids."""
     groups = (list(group) for number, group in groupby(range(len(ids)), numbers.__getitem__) if number)
-    return [(numbers[places[0]], places[0], [ids[i] for i in places]) for places in groups]
+    return [(numbers[group[0]], group[0], [ids[i] for i in group]) for group in groups]
 
 
 def turn_texts(turns: Mapping[int, Sequence[int]], info: Mapping[str, Any], decode: Decode) -> list[str]:
-    """What graders read of turns, by number: their tokens' text, or what the loop has written down as said there, where
-    calls stood beside it."""
+    """What graders read of turns, by number: their tokens' text, or, where it had calls, the loop's text without."""
     said = info.get("said", {})
     texts = decode([list(ids) for ids in turns.values()]) if turns else []
     return [said.get(str(number), text) for number, text in zip(turns, texts, strict=True)]
 
 
 def own_words(batch: Batch) -> list[str]:
-    """What the policy said in each episode of a batch by `last_rows`, a line break between turns."""
+    """The policy's text in each episode of a batch by `last_rows`, a line break between turns."""
     turns = batch.objects.get("turn_texts")
     return batch.objects["response_text"] if turns is None else ["\n".join(texts) for texts in turns]
 
 
 def last_rows(batch: Batch) -> Batch:
-    """One row an episode: its last one, with the text and the length of all of them."""
+    """The last row of each episode, with the text and the length of all its rows."""
     rows = Episodes(batch).rows
     if len(rows) == len(batch):
         return batch
-    ends = batch.take([one[-1] for one in rows])
+    ends = batch.take([numbers[-1] for numbers in rows])
     texts, lengths = batch.objects["response_text"], batch["response_lengths"]
-    ends.objects["response_text"] = ["".join(texts[i] for i in one) for one in rows]
+    ends.objects["response_text"] = ["".join(texts[i] for i in numbers) for numbers in rows]
     if "turn_texts" in batch:
-        said = batch.objects["turn_texts"]
-        ends.objects["turn_texts"] = [[text for i in one for text in said[i]] for one in rows]
-    ends["response_lengths"] = torch.stack([lengths[one].sum() for one in rows])
+        by_row = batch.objects["turn_texts"]
+        ends.objects["turn_texts"] = [[text for i in numbers for text in by_row[i]] for numbers in rows]
+    ends["response_lengths"] = torch.stack([lengths[numbers].sum() for numbers in rows])
     if "turn_rewards" in batch:
         ends["turn_rewards"] = turn_rewards(batch)[:, None]
     return ends
 
 
 def turn_rewards(batch: Batch) -> Tensor:
-    """What each episode's environment gave for its turns, [E]."""
+    """[E]: the sum of each episode's turn rewards."""
     episodes = Episodes(batch)
     return episodes.sums(batch["turn_rewards"]) if "turn_rewards" in batch else torch.zeros(len(episodes.rows))
 
@@ -226,28 +223,25 @@ def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tens
 
 
 def episode_metrics(batch: Batch) -> dict[str, Any]:
-    """`episode/*` where agents play: turns, rows, tool calls and errors, seconds of tools, tokens by kind."""
+    """`episode/*` where agents play, per episode: turns, rows, tool calls and errors, seconds of tools, tokens."""
     if "episode" not in batch:
         return {}
     rows = Episodes(batch).rows
-    infos = [batch.objects["episode_info"][one[0]] for one in rows]
-    own = batch["response_mask"].sum()
-    count = max(len(rows), 1)
-    ends = [batch.objects["finish_reason"][one[0]] for one in rows]
-    out = {
-        **summarize("episode/turns", batch["turn_ids"].amax(1)[[one[-1] for one in rows]].float()),
-        "episode/rows": len(batch) / count,
-        "episode/cut_off": sum(end in ("length", "turns") for end in ends) / count,
-        "episode/failed": ends.count("abort") / count,
-        "episode/policy_tokens": float(own) / count,
-        "episode/observation_tokens": float(batch["response_lengths"].sum() - own) / count,
+    firsts, lasts, count = [numbers[0] for numbers in rows], [numbers[-1] for numbers in rows], max(len(rows), 1)
+    calls = [call for row in firsts for call in batch.objects["episode_info"][row].get("calls", ())]
+    errors = [call["error"] for call in calls if call["error"] is not None]
+    ends = [batch.objects["finish_reason"][row] for row in firsts]
+    of_policy = batch["response_mask"].sum()
+    sums = {
+        "rows": len(batch),
+        "cut_off": sum(end in ("length", "turns") for end in ends),
+        "failed": ends.count("abort"),
+        "policy_tokens": float(of_policy),
+        "observation_tokens": float(batch["response_lengths"].sum() - of_policy),
+        "tool_calls": len(calls),
+        "tool_errors": len(errors),
+        "tool_seconds": sum(call["seconds"] for call in calls),
+        **{f"tool_errors/{kind}": errors.count(kind) for kind in sorted(set(errors))},
     }
-    calls = [call for info in infos for call in info.get("calls", ())]
-    out |= {
-        "episode/tool_calls": len(calls) / count,
-        "episode/tool_errors": sum(call["error"] is not None for call in calls) / count,
-        "episode/tool_seconds": sum(call["seconds"] for call in calls) / count,
-    }
-    for kind in sorted({call["error"] for call in calls if call["error"] is not None}):
-        out[f"episode/tool_errors/{kind}"] = sum(call["error"] == kind for call in calls) / count
-    return out
+    turns = summarize("episode/turns", batch["turn_ids"].amax(1)[lasts].float())
+    return turns | {f"episode/{name}": total / count for name, total in sums.items()}

@@ -1,4 +1,4 @@
-"""How models write tool calls, by name: the text of a turn, read as calls and what is said beside them."""
+"""How models write tool calls, by name: parsers of the text of a turn."""
 
 import json
 import re
@@ -19,8 +19,7 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MARK = re.compile("|".join((_CALL, _END_CALL, _THINK, _END_THINK)))
 _END_PARAMETER = rf"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*(?:{_END_CALL}|\Z)))"
 _PARAMETER = re.compile(rf"\s*<parameter=([^>\n]+)>\n?(.*?){_END_PARAMETER}", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_END_FUNCTION = re.compile(r"\s*</function>\s*")
+_FUNCTION = re.compile(rf"\s*<function=([^>\n]+)>((?>{_PARAMETER.pattern})*+)\s*</function>\s*", re.DOTALL)
 _BEGINNING = re.compile(r'\s*(?:\{\s*"|<function=)')
 
 
@@ -37,7 +36,7 @@ def valid_text(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that can be read. Whether there is such a tool, and whether it takes the arguments, is seen later."""
+    """A call that can be read; the toolbox checks its name and arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -89,7 +88,7 @@ def parse_qwen3_coder(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
 
 
 def parameters_of(schema: Schema) -> Any:
-    """The JSON schema of a tool's arguments, `"nullable": true` (transformers' Optional) in JSON Schema's own words."""
+    """The JSON schema of a tool's arguments, with `"nullable": true` (transformers' Optional) as an alternative."""
     return _with_nulls(schema["function"].get("parameters") or {"type": "object", "properties": {}})
 
 
@@ -154,13 +153,8 @@ def _json_end(text: str, at: int) -> int | None:
 
 
 def _xml_end(text: str, at: int) -> int | None:
-    if (function := _FUNCTION.match(text, at)) is None:
-        return None
-    at = function.end()
-    while (parameter := _PARAMETER.match(text, at)) is not None:
-        at = parameter.end()
-    end = _END_FUNCTION.match(text, at)
-    return end.end() if end is not None and (text.startswith(_END_CALL, end.end()) or end.end() == len(text)) else None
+    end = function.end() if (function := _FUNCTION.match(text, at)) else -1
+    return end if text.startswith(_END_CALL, end) or end == len(text) else None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -194,39 +188,35 @@ def _decoded(body: str) -> Any:
 
 
 def _xml_call(body: str, schemas: Mapping[str, Schema]) -> Call:
-    function = _FUNCTION.match(body)
+    function = _FUNCTION.fullmatch(body)
     if function is None:
-        return BadCall(body, "it must be <function=NAME> ... </function>")
-    name, at = function[1].strip(), function.end()
-    arguments: dict[str, Any] = {}
+        return BadCall(
+            body, "it must be <function=NAME>, then only <parameter=NAME> ... </parameter>, then </function>"
+        )
+    name, arguments = function[1].strip(), dict[str, Any]()
     check = Draft202012Validator(parameters_of(schemas[name]) if name in schemas else {})
-    while (argument := _PARAMETER.match(body, at)) is not None:
-        key = argument[1].strip()
+    for parameter in _PARAMETER.finditer(body, function.start(2)):
+        key = parameter[1].strip()
         if key in arguments:
             return BadCall(body, f"<parameter={key[:60]}> is there twice")
-        arguments[key] = _typed(key, argument[2], check)
-        at = argument.end()
-    end = _END_FUNCTION.match(body, at)
-    if end is None or end.end() < len(body):
-        return BadCall(body, "between <function> and </function> there must be only <parameter=NAME> ... </parameter>")
+        arguments[key] = _typed(key, parameter[2], check)
     return ToolCall(name, arguments)
 
 
 def _typed(key: str, text: str, check: Draft202012Validator) -> Any:
     """A value written without quotes: what JSON makes of it, or the text; the first that the schema takes, else the one
-    that it has least against, so that the check of the arguments says what."""
+    with fewer errors, so that the check of the arguments says which."""
     value = _decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
 
-    def wrong(one: Any) -> int:
-        return sum([*error.absolute_path][:1] == [key] for error in _all(check.iter_errors({key: one})))
-
-    def rank(one: Any) -> tuple[int, bool]:
-        return wrong(one), bool(wrong(one)) and not wrong("") and one is not text
+    def errors(candidate: Any) -> int:
+        return sum([*error.absolute_path][:1] == [key] for error in _all(check.iter_errors({key: candidate})))
 
     try:
-        if isinstance(value, BadCall) or not any(map(wrong, (None, True, 1, "", [], {}))):
+        if isinstance(value, BadCall) or not any(map(errors, (None, True, 1, "", [], {}))):
             return text
-        return min([text, value] if isinstance(value, str) else [value, text], key=rank)
+        takes_texts = not errors("")
+        candidates = [text, value] if isinstance(value, str) else [value, text]
+        return min(candidates, key=lambda one: (errors(one), takes_texts and one is not text and errors(one) > 0))
     except Exception:  # too deeply nested, or a reference in the schema that leads nowhere
         return text
 

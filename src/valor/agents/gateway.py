@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server that remembers, by session, the very tokens that its answers consist of.
+"""An OpenAI-compatible server that records, by session, the token ids of its answers.
 
-A session is one episode that somebody else plays: a program with an OpenAI client of its own. Each request is a turn.
-Where its messages go on from those before, the turn continues the same tokens; where they do not, because the program
-has cut or rewritten its history, the turn begins a new row.
+A session is one episode, played by a program with an OpenAI client of its own. Each request is a turn. Where its
+messages continue those before, the turn continues the same tokens; where they do not, because the program has cut or
+rewritten its history, the turn begins a new row.
 """
 
 from __future__ import annotations
@@ -14,36 +14,56 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
-from valor.agents.formats import BadCall, Format, ToolCall
-from valor.agents.gateway_requests import essence, read_limit, read_messages, read_token_ids
+from valor.agents.formats import BadCall, Format, Parsed, ToolCall
+from valor.agents.gateway_requests import essence, read_limit, read_messages
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task
 from valor.errors import UserError
-from valor.rollout.base import Output
+from valor.rollout.base import FinishReason
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-_STATE = ("play", "_last", "_opening", "_talk", "_known", "_tools", "_request")
+
+@dataclass
+class _State:
+    """An episode after the turn that answered `request`, whose messages and answer are `messages`."""
+
+    play: Play | None = None
+    talk: Conversation | None = None
+    opening: Sequence[Message] = ()
+    messages: Sequence[Message] = ()
+    tools: Sequence[Any] = ()
+    request: Mapping[str, Any] | None = None
+    finish_reason: FinishReason = "stop"
+
+    def continued_by(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether `messages` begin with those of this state and are more."""
+        size = len(self.messages)
+        more = self.talk is not None and tools == self.tools and len(messages) > size
+        return more and [*map(essence, messages[:size])] == [*map(essence, self.messages)]
 
 
 class Session:
-    """The turns of one episode, as they are asked for; those of one session come one after the other. What was not
-    answered, or whose answer the client has not seen, has not happened.
+    """The turns of one episode, one after the other. A request that fails, or whose answer the client has not seen,
+    leaves the episode as it was.
 
-    It lives on `loop`, by default the running one. `after_turn` is called there with the episode so far.
+    It lives on `loop`, by default the running one. `after_turn` is called there with the episode so far and its first
+    messages.
     """
 
     def __init__(
@@ -58,179 +78,120 @@ class Session:
     ) -> None:
         self.key = secrets.token_urlsafe(24)
         self.loop = loop or asyncio.get_running_loop()
-        self.play: Play | None = None
-        self._last: Output | None = None
-        self._after_turn = after_turn
-        self._opening: Sequence[Message] = ()
         self._task, self._generate, self._chat, self._limits, self._parse = task, generate, chat, limits, parse
+        self._after_turn = after_turn
         self._turns = asyncio.Lock()
-        self._talk: Conversation | None = None
-        self._known: list[Message] = []  # the messages of the last request, and our answer
-        self._tools: Sequence[Any] = ()
-        self._request: Mapping[str, Any] | None = None  # the last one
-        self._before: Mapping[str, Any] = {}  # the state before it
-        self._answering: set[asyncio.Task[dict[str, Any]]] = set()
+        self._state, self._before = _State(), _State()  # after the last turn, and after the one before it
+        self._answers: set[Future[dict[str, Any]]] = set()  # on their way
 
-    def answer(self, method: str, asked: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
-        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before. `repeated`: the
-        client says that it has sent the request before, and has seen no answer to it."""
-
-        async def work() -> dict[str, Any]:
-            me = asyncio.current_task()
-            assert me is not None
-            self._answering.add(me)
-            try:
-                if repeated and asked == self._request:
-                    self.forget(self._request)
-                return await getattr(self, method)(asked)
-            finally:
-                self._answering.discard(me)
-
-        return asyncio.run_coroutine_threadsafe(work(), self.loop)
-
-    def close(self) -> None:
-        for task in [*self._answering]:
-            task.cancel()
-
-    def forget(self, asked: Mapping[str, Any] | None) -> None:
-        """Take back the turn of a request, if it is the last one; on the session's loop."""
-        if asked is self._request and asked is not None:
-            vars(self).update(self._before)
-            self._tell()
+    @property
+    def play(self) -> Play | None:
+        return self._state.play
 
     @property
     def busy(self) -> bool:
-        return bool(self._answering)
+        return bool(self._answers)
 
-    def goes_on(self, asked: Mapping[str, Any]) -> bool:
-        """Whether a request, its messages by `read_messages`, begins with all that was asked and answered here."""
-        if "token_ids" not in asked:
-            return self._knows(asked["messages"], asked.get("tools") or ())
-        ids, row = asked["token_ids"], self.play.row if self.play else []
-        return isinstance(ids, list) and len(ids) > len(row) > 0 and ids[: len(row)] == row
+    def answer(self, request: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
+        """The result of `chat`, for other threads; cancelled when the episode ends before. `repeated`: the client says
+        that it has sent the request before, and has seen no answer to it."""
+
+        async def work() -> dict[str, Any]:
+            if repeated and request == self._state.request:
+                self.forget(self._state.request)
+            return await self.chat(request)
+
+        answer = asyncio.run_coroutine_threadsafe(work(), self.loop)
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        return answer
+
+    def close(self) -> None:
+        for answer in [*self._answers]:
+            answer.cancel()
+
+    def forget(self, request: Mapping[str, Any] | None) -> None:
+        """Remove the turn of a request, if it is the last one; on the session's loop."""
+        if request is not None and request is self._state.request:
+            self._state = self._before
+            self._report()
+
+    def continued_by(self, request: Mapping[str, Any]) -> bool:
+        """Whether a request, its messages by `read_messages`, begins with all requests and answers of this session."""
+        return self._state.continued_by(request["messages"], request.get("tools") or ())
 
     def end(self, reward: float | None = None) -> Episode | None:
         """The episode as it is; None without a turn."""
-        if self.play is None or self._last is None or not self.play.turns:
-            return None
-        return self.play.end(self._last.finish_reason, reward)
+        play = self._state.play
+        return play.end(self._state.finish_reason, reward) if play is not None else None
 
-    async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
-        messages, tools = read_messages(asked), asked.get("tools") or ()
-        newer = asked.get("max_completion_tokens")
-        most = read_limit(asked.get("max_tokens") if newer is None else newer)
-        async with self._turn_of(asked):
-            self._continue(messages, tools)
-            output = await self._turn(most)
-            assert self._talk is not None
-            text = self._talk.answer(output)
-            offered = () if asked.get("tool_choice") == "none" else tools
-            message, reason = self._answer(text, offered), output.finish_reason
-            self._known = [*messages, message]
-        if message.get("tool_calls") and reason == "stop":
-            reason = "tool_calls"
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        return {"object": "chat.completion", "choices": [choice], **self._facts(asked, output)}
+        messages, tools, limit = read_messages(request), request.get("tools") or (), read_limit(request)
+        async with self._turns:
+            state = self._state
+            state = replace(state, request=request, tools=tools, play=_copied(state.play), talk=_copied(state.talk))
+            play, talk = self._observe(state, messages)
+            output = await play.turn(most=limit)
+            offered = () if request.get("tool_choice") == "none" else tools
+            message = self._message(play, talk.answer(output), offered)
+            state.messages, state.finish_reason = [*messages, message], output.finish_reason
+            self._before, self._state = self._state, state
+            self._report()
+        reason = "tool_calls" if message.get("tool_calls") and output.finish_reason == "stop" else output.finish_reason
+        total, completion = len(play.row), len(output.token_ids)
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.get("model") or "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {"prompt_tokens": total - completion, "completion_tokens": completion, "total_tokens": total},
+        }
 
-    async def generate(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """A completion of token ids (vLLM's /inference/v1/generate)."""
-        ids, most = read_token_ids(asked, len(self._chat.tokenizer))
-        async with self._turn_of(asked):
-            self._talk, self._known = None, []
-            if self.play is not None and self.goes_on(asked):
-                self._check_room(self.play.observe(ids[len(self.play.row) :]))
-            else:
-                self._begin(ids)
-            output = await self._turn(most)
-        said, reason = output.token_ids, output.finish_reason
-        pairs = zip(said, output.log_probs, strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]
-        choice = {"index": 0, "token_ids": said, "logprobs": {"content": content}, "finish_reason": reason}
-        return {"request_id": secrets.token_hex(8), "choices": [choice], **self._facts(asked, output)}
-
-    def _continue(self, messages: list[Message], tools: Sequence[Any]) -> None:
-        """Bring the episode to where the policy is to answer `messages`."""
-        goes_on, known = self._knows(messages, tools), len(self._known)
-        self._tools = tools
-        if goes_on and self.play is not None and self._talk is not None:
-            self._check_room(self.play.tell(self._talk, messages[known:]))
-            return
-        if tools:
-            _tell_hidden_tools(self._chat)
-        self._talk = Conversation(self._chat, self._chat.safe(messages), tools)
-        if self.play is None:
-            self._opening = messages
-        self._begin(self._talk.token_ids)
-
-    def _knows(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-        """Whether `messages` are those of the last request, our answer, and more."""
-        known = self._known
-        more = self._talk is not None and tools == self._tools and len(messages) > len(known)
-        return more and all(essence(one) == essence(other) for one, other in zip(messages, known, strict=False))
-
-    def _begin(self, prompt_ids: Sequence[int]) -> None:
-        """A row with this prompt: the episode's first, or one more."""
-        if self.play is None:
-            self.play = Play(self._task, self._generate, self._limits, prompt_ids)
-            self._check_room(self.play.room > 0)
+    def _observe(self, state: _State, messages: list[Message]) -> tuple[Play, Conversation]:
+        """Advance the episode of `state` to where the policy is to answer `messages`. Refused: there is no room."""
+        play, talk = state.play, state.talk
+        if play is not None and talk is not None and self._state.continued_by(messages, state.tools):
+            fits = play.tell(talk, messages[len(state.messages) :])
         else:
-            self._check_room(self.play.new_row(prompt_ids))
-
-    def _check_room(self, fits: bool) -> None:
+            if state.tools:
+                _tell_hidden_tools(self._chat)
+            talk = Conversation(self._chat, self._chat.safe(messages), state.tools)
+            if play is None:
+                play, state.opening = Play(self._task, self._generate, self._limits, talk.token_ids), messages
+                fits = play.room > 0
+            else:
+                fits = play.new_row(talk.token_ids)
         if not fits:
             most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
             raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
+        state.play, state.talk = play, talk
+        return play, talk
 
-    @asynccontextmanager
-    async def _turn_of(self, asked: Mapping[str, Any]) -> AsyncIterator[None]:
-        """The block is the turn that answers a request, if it comes to its end."""
-        async with self._turns:
-            before = {name: _copied(getattr(self, name)) for name in _STATE}
-            try:
-                yield
-            except BaseException:
-                vars(self).update(before)
-                raise
-            self._request, self._before = asked, before
-            self._tell()
-
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._after_turn is not None and (episode := self.end()) is not None:
-            self._after_turn(episode, self._opening)
+            self._after_turn(episode, self._state.opening)
 
-    async def _turn(self, most: int | None) -> Output:
-        assert self.play is not None
-        self._last = await self.play.turn(most=most)
-        return self._last
-
-    def _answer(self, text: str, tools: Sequence[Any]) -> Message:
+    def _message(self, play: Play, text: str, tools: Sequence[Any]) -> Message:
         """The message of a turn: with its calls where the request offers tools."""
-        parsed = self._parse(text, tools) if tools else None
-        calls = [call for call in parsed.calls if isinstance(call, ToolCall)] if parsed else []
-        if parsed and parsed.calls and self.play:
-            self.play.say(parsed.content)
-        if parsed is None or not calls:
+        parsed = self._parse(text, tools) if tools else Parsed([], text)
+        if parsed.calls:
+            play.say(parsed.content)
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        if not calls:
             return {"role": "assistant", "content": text}
-        number = len(self.play.turns) if self.play else 0
-        listed = [
+        tool_calls = [
             {
-                "id": f"call_{number}_{i}",
+                "id": f"call_{len(play.turns)}_{i}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
             for i, call in enumerate(calls)
         ]
-        bad = [call.text for call in parsed.calls if isinstance(call, BadCall)]
-        said = "\n".join(part for part in (parsed.content, *bad) if part.strip())
-        return {"role": "assistant", "content": said or None, "tool_calls": listed}
-
-    def _facts(self, asked: Mapping[str, Any], output: Output) -> dict[str, Any]:
-        prompt = len(self.play.row) - len(output.token_ids) if self.play else 0
-        usage = {"prompt_tokens": prompt, "completion_tokens": len(output.token_ids)}
-        usage["total_tokens"] = sum(usage.values())
-        facts = {"created": int(time.time()), "model": asked.get("model") or "policy", "usage": usage}
-        return {"id": f"chatcmpl-{secrets.token_hex(8)}", **facts}
+        unreadable = [call.text for call in parsed.calls if isinstance(call, BadCall)]
+        content = "\n".join(part for part in (parsed.content, *unreadable) if part.strip())
+        return {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
 
 
 class Gateway:
@@ -247,7 +208,7 @@ class Gateway:
         threading.Thread(**run, name="gateway", daemon=True).start()
 
     def add(self, session: Session) -> str:
-        """Let a session be asked; returns its base URL."""
+        """Admit requests of a session; returns its base URL."""
         name = secrets.token_hex(8)
         self._sessions[name] = session
         return f"{self.address}/sessions/{name}/v1"
@@ -262,56 +223,48 @@ class Gateway:
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.responses import JSONResponse
-        from starlette.routing import Route
+        from starlette.routing import Mount, Route
 
-        def answers(method: str) -> Any:
-            async def answer(request: Request) -> Response:
-                try:
-                    session, asked = await self.find(request)
-                    reply = await _answer_of(session, method, asked, request)
-                except Refused as refusal:
-                    why = str(refusal)
-                    error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
-                    return JSONResponse({"error": error}, refusal.status)
-                return _streamed(reply) if asked.get("stream") else JSONResponse(reply)
+        async def chat(http: Request) -> Response:
+            session, request = await self.find(http)
+            reply = await _answer(session, request, http)
+            return _streamed(reply) if request.get("stream") else JSONResponse(reply)
 
-            return answer
-
-        async def models(request: Request) -> Response:
+        async def models(_: Request) -> Response:
             return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-        paths = {"chat/completions": "chat", "inference/v1/generate": "generate"}
-        routes = [
-            Route(f"{place}/{prefix}{path}", answers(method), methods=["POST"])
-            for path, method in paths.items()
-            for prefix in ("", "v1/")
-            for place in self.places
-        ]
-        return Starlette(routes=[*routes, *(Route(f"{place}/v1/models", models) for place in self.places)])
+        async def refuse(_: Request, refusal: Any) -> Response:
+            reason = str(refusal)
+            error = {"message": reason, "type": "invalid_request_error", "code": reason.split(":")[0]}
+            return JSONResponse({"error": error}, refusal.status)
 
-    async def find(self, request: Request) -> tuple[Session, dict[str, Any]]:
-        """Whom a request is for, and what it asks. Refused: there is no such session, or it is not allowed."""
-        session = self._sessions.get(request.path_params["name"])
+        routes = [Route("/chat/completions", chat, methods=["POST"]), Route("/models", models)]
+        mounts = [Mount(f"{place}/v1", routes=routes) for place in self.places]
+        return Starlette(routes=mounts, exception_handlers={Refused: refuse})
+
+    async def find(self, http: Request) -> tuple[Session, dict[str, Any]]:
+        """The session of a request, and its JSON. Refused: there is no such session, or the key is wrong."""
+        session = self._sessions.get(http.path_params["name"])
         if session is None:
             raise Refused(404, "there is no such session, or it has ended")
-        authorise(request, session.key)
-        return session, await read_object(request)
+        authorise(http, session.key)
+        return session, await read_object(http)
 
 
-async def _answer_of(session: Session, method: str, asked: Mapping[str, Any], request: Request) -> dict[str, Any]:
+async def _answer(session: Session, request: Mapping[str, Any], http: Request) -> dict[str, Any]:
     """Refused: the request, or its episode has ended, or the client has gone."""
-    repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # sent by OpenAI's clients
+    repeated = http.headers.get("x-stainless-retry-count", "0") != "0"  # sent by OpenAI's clients
     try:
-        answer = asyncio.wrap_future(session.answer(method, asked, repeated=repeated))
+        answer = asyncio.wrap_future(session.answer(request, repeated=repeated))
     except RuntimeError:  # its loop is closed
         raise Refused(410, "the episode has ended") from None
-    gone = asyncio.ensure_future(_client_gone(request))
+    gone = asyncio.ensure_future(_client_gone(http))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             answer.cancel()
             with suppress(RuntimeError):
-                session.loop.call_soon_threadsafe(session.forget, asked)
+                session.loop.call_soon_threadsafe(session.forget, request)
             raise Refused(499, "the client has gone")
         return await answer
     except asyncio.CancelledError:
@@ -322,34 +275,33 @@ async def _answer_of(session: Session, method: str, asked: Mapping[str, Any], re
         gone.cancel()
 
 
+async def _client_gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
 @cache
 def _tell_hidden_tools(chat: Chat) -> None:
     if not chat.shows_tools:
         logger.warning("the chat template leaves out the tools of requests: the model never reads them")
 
 
-async def _client_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _copied(value: Any) -> Any:
-    """A Play or a Conversation that goes on without changing this one; anything else as it is."""
-    if not isinstance(value, Play | Conversation):
-        return value
+def _copied(value: _T) -> _T:
+    """A copy of a Play or a Conversation that can go on without changing the original."""
     made = copy(value)
-    vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
+    if value is not None:
+        vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
     return made
 
 
 def _streamed(reply: dict[str, Any]) -> Response:
-    """The whole answer as one event: for clients that only read streams."""
+    """The answer as one event: for clients that only read streams."""
     from starlette.responses import Response
 
     (choice,) = reply["choices"]
-    delta = {"index": 0, "delta": choice["message"], "finish_reason": choice["finish_reason"]}
-    if choice["message"].get("tool_calls"):
-        calls = [{"index": i, **call} for i, call in enumerate(choice["message"]["tool_calls"])]
-        delta["delta"] = {**choice["message"], "tool_calls": calls}
-    event = {**reply, "object": "chat.completion.chunk", "choices": [delta]}
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    choices = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
+    event = {**reply, "object": "chat.completion.chunk", "choices": choices}
     return Response(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")

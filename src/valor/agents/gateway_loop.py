@@ -12,9 +12,9 @@ from typing import Any
 from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
-from valor.agents.http_server import is_loopback, listen, require_libraries
+from valor.agents.http_server import listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
-from valor.agents.tool_runner import ToolFailed, ToolRunner
+from valor.agents.tool_runner import run_tool
 from valor.errors import UserError
 from valor.user_files import load_object
 
@@ -29,21 +29,16 @@ class GatewayLoop(AgentLoop):
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
-        self._config = rollout.agent.gateway
+        self._config = config = rollout.agent.gateway
         self._parse = FORMATS[rollout.multi_turn.format]
         require_libraries()
-        if (self._config.function is None) == (self._config.command is None):
+        if (config.function is None) == (config.command is None):
             raise UserError(f"agent gateway_agent needs {_KEY}.function or {_KEY}.command, and not both")
-        if not is_loopback(self._config.host) and self._config.function is not None:
-            raise UserError(f"{_KEY}.host={self._config.host}: functions run in this process: leave it at 127.0.0.1")
-        self._function = None
-        if self._config.function is not None:
-            self._function = load_object(self._config.function, f"{_KEY}.function")
-        self._runner = ToolRunner(max_threads=rollout.agent.max_concurrent_episodes)
+        self._function = None if config.function is None else load_object(config.function, f"{_KEY}.function")
 
     @cached_property
     def _gateway(self) -> Gateway:
-        return Gateway(listen(self._config.host, 0))
+        return Gateway(listen("127.0.0.1", 0))
 
     def close(self) -> None:
         if "_gateway" in vars(self):
@@ -53,49 +48,43 @@ class GatewayLoop(AgentLoop):
         session = Session(task, generate, self.chat, self.context.limits, self._parse)
         base_url = self._gateway.add(session)
         row = {**task.row, "episode_key": list(task.key)}
-        work = self._call(base_url, session.key, row) if self._function else self._execute(base_url, session.key, row)
         try:
-            reward = await work
-        except TimeoutError:
-            raise EpisodeFailed(f"the program did not end within {self._config.timeout:g} s") from None
-        except ToolFailed as failure:
-            raise EpisodeFailed(f"the function {failure}") from failure.__cause__
+            if self._function is None:
+                reward = await self._execute(base_url, session.key, row)
+            else:
+                call = partial(self._function, base_url, session.key, row)
+                reward = await run_tool(call, {}, self._config.timeout, "the function")
         finally:
             self._gateway.remove(base_url)
             session.close()
-        episode = session.end(reward)
+        episode = session.end(None if reward is None else float(reward))
         if episode is None:
             raise EpisodeFailed("the program ended without a request")
         return episode
 
-    async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
-        assert self._function is not None
-        call = partial(self._function, base_url, api_key, row)
-        reward = await self._runner.run(call, {}, self._config.timeout)
-        return None if reward is None else float(reward)
-
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
         """The number in the last line of the command's output, if it is one. EpisodeFailed: it ended with an error."""
         assert self._config.command is not None
+        pipe, seconds = asyncio.subprocess.PIPE, self._config.timeout
+        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         process = await asyncio.create_subprocess_shell(
-            self._config.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
-            start_new_session=True,
+            self._config.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
         try:
-            async with asyncio.timeout(self._config.timeout):
-                printed, complaint = await process.communicate(json.dumps(row, default=str).encode())
+            async with asyncio.timeout(seconds):
+                output, errors = await process.communicate(json.dumps(row, default=str).encode())
+        except TimeoutError:
+            raise EpisodeFailed(f"the program did not end within {seconds:g} s") from None
         finally:
             with suppress(ProcessLookupError):  # with all that it has started
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:
-            said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-            raise EpisodeFailed(f"the command ended with exit code {process.returncode}: {said[:300]}")
-        last = printed[-_MAX_OUTPUT:].decode(errors="replace").strip().rpartition("\n")[2]
+            raise EpisodeFailed(f"the command ended with exit code {process.returncode}: {_last_line(errors)[:300]}")
         try:
-            return float(last)
+            return float(_last_line(output))
         except ValueError:
             return None
+
+
+def _last_line(output: bytes) -> str:
+    return output[-_MAX_OUTPUT:].decode(errors="replace").strip().rpartition("\n")[2]

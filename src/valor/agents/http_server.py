@@ -1,4 +1,4 @@
-"""What our HTTP servers share: bounded requests, keys, one line for every refusal, and where they listen."""
+"""What HTTP servers of Valor share: bounded requests, keys, refusals of one line, and listening sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BODY_SECONDS = 30.0  # in which a request has to arrive
 
 
 class Refused(Exception):
-    """A request that is not answered: its status, and one line that says why."""
+    """A request is refused with a status, and one line that says why."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -47,9 +47,9 @@ def uvicorn_server(app: Any, **settings: Any) -> Any:
 
 
 def authorise(request: Request, api_key: str | None) -> None:
-    """Refused unless the request brings the key as a bearer token; None asks for none."""
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+    """Refused unless the request brings the key as a bearer token; None admits every request."""
+    token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if api_key is not None and not hmac.compare_digest(token.encode(), api_key.encode()):
         raise Refused(401, "the key is missing or wrong: send it as a bearer token")
 
 
@@ -68,17 +68,17 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a request's body is. Refused: it is none."""
+    """The JSON object of a request's body. Refused: it is none."""
     try:
-        asked = json.loads(body)
-        json.dumps(asked, ensure_ascii=False).encode()
+        value = json.loads(body)
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Refused(400, "the request holds half of a surrogate pair, which is no text") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the request is not JSON: {error}") from None
-    if not isinstance(asked, dict):
+    if not isinstance(value, dict):
         raise Refused(400, "the request must be a JSON object")
-    return asked
+    return value
 
 
 def address_options(function: Callable[..., int]) -> Callable[..., int]:
@@ -89,17 +89,15 @@ def address_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def key_for(host: str, variable: str | None) -> str | None:
-    """The key that the environment variable holds. UserError: it holds none, or other machines would need none."""
-    if variable is None:
-        if not is_loopback(host):
-            raise UserError(
-                f"--host {host} lets other machines in: name the environment variable that holds a key for them "
-                "(--api-key-env), or listen on 127.0.0.1"
-            )
-        return None
-    if not os.environ.get(variable):
+    """The key in the environment variable. UserError: it is not set, or none is named and other machines reach us."""
+    if variable is None and not is_loopback(host):
+        raise UserError(
+            f"--host {host} lets other machines in: name the environment variable that holds a key for them "
+            "(--api-key-env), or listen on 127.0.0.1"
+        )
+    if variable is not None and not os.environ.get(variable):
         raise UserError(f"--api-key-env {variable}: this environment variable is not set; put the key into it")
-    return os.environ[variable]
+    return None if variable is None else os.environ[variable]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -90,8 +90,8 @@ class Play:
 
     def tell(self, talk: Conversation, messages: Sequence[Message]) -> bool:
         """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
-        told = talk.tell(messages)
-        return self.new_row(talk.token_ids) if told is None else self.observe(told)
+        observation = talk.tell(messages)
+        return self.new_row(talk.token_ids) if observation is None else self.observe(observation)
 
     def say(self, text: str) -> None:
         """What graders read of the last turn, if that is not all of it: its text without its calls."""
@@ -140,6 +140,11 @@ class AgentLoop(ABC):
 
 LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContext and keyword arguments
 register_loop = LOOPS.register
+
+
+async def answer(task: Task, generate: Generate) -> Episode:
+    """The episode of a run without agents: one answer, and no prompt of its own."""
+    return Episode.of_one_turn(task.key, await generate(task.prompt_ids, task.params, task.key))
 
 
 @register_loop("single_turn_agent")

@@ -28,25 +28,25 @@ def mcp_tools(
     installed("mcp", "tools of MCP servers need the mcp package", "'valor-rl[agents]'")
     if (command is None) == (url is None) or isinstance(command, str) or (env and url):
         raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
-    given = tuple((name, str(value)) for name, value in (env or {}).items())
-    server = _server(tuple(map(str, command or ())), given, url)
+    variables = tuple((name, str(value)) for name, value in (env or {}).items())
+    connection = _connection(tuple(map(str, command or ())), variables, url)
     try:
-        tools = server.submit(server.tools()).result(_START_SECONDS)
+        tools = connection.submit(connection.tools()).result(_START_SECONDS)
     except Exception as error:
         raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
     schemas = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
     return [
-        FunctionTool(partial(server.call, schema["name"]), {"type": "function", "function": schema})
+        FunctionTool(partial(connection.call, schema["name"]), {"type": "function", "function": schema})
         for schema in schemas
     ]
 
 
-class _Server:
-    """A session with a server, in a thread and on an event loop of its own: episodes come and go with theirs."""
+class _Connection:
+    """A session with a server, in a thread and on an event loop of its own: those of episodes come and go."""
 
-    def __init__(self, where: Any) -> None:
-        self._where = where
-        self._keeper: asyncio.Task[None] | None = None  # enters and leaves the session, which one task has to do
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._session: asyncio.Task[None] | None = None
         self._client: Any = None
         self._lost, self._opening = asyncio.Event(), asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -57,47 +57,53 @@ class _Server:
 
     async def tools(self) -> list[Any]:
         """All tools, page by page; on this object's loop."""
-        client, found, cursor = await self._session(), [], None
+        client, tools, cursor = await self._connected(), [], None
         while True:
             page = await client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return tools
 
     async def call(self, name: str, /, **arguments: Any) -> ToolResult:
-        """A call's result, for any loop. What goes wrong is a text, and the next call opens a new session."""
+        """A call's result, for any loop. An error is a text, and the next call opens a new session."""
         try:
             return await asyncio.wrap_future(self.submit(self._call(name, arguments)))
         except Exception as error:
             return ToolResult(f"Error: {name}: {_reason(error)}.", error="failed")
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        client = await self._session()
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        client = await self._connected()
         try:
             answer = await client.call_tool(name, arguments)
         except Exception as error:
-            if client is self._client and not _is_answer(error):
+            answered = isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+            if client is self._client and not answered:
                 self._lost.set()
             raise
         return ToolResult(_text(answer), error="failed" if answer.is_error else None)
 
-    async def _session(self) -> Any:
+    async def _connected(self) -> Any:
+        """The client of an open session."""
         async with self._opening:
-            if self._lost.is_set() and self._keeper is not None:
-                await asyncio.wait({self._keeper})
-            if self._keeper is None or self._keeper.done():
+            if self._lost.is_set() and self._session is not None:
+                await asyncio.wait({self._session})
+            if self._session is None or self._session.done():
                 self._lost.clear()
                 opened: asyncio.Future[Any] = self._loop.create_future()
-                self._keeper = self._loop.create_task(self._keep(opened))
+                self._session = self._loop.create_task(self._hold(opened))
                 self._client = await opened
             return self._client
 
-    async def _keep(self, opened: asyncio.Future[Any]) -> None:
+    async def _hold(self, opened: asyncio.Future[Any]) -> None:
+        """Hold a session open until it is lost: one task has to enter and to leave it."""
         from mcp import Client
 
         try:
-            async with Client(self._where) as client:
+            async with Client(self._target) as client:
                 opened.set_result(client)
                 await self._lost.wait()
         except Exception as error:
@@ -106,39 +112,26 @@ class _Server:
 
 
 @cache
-def _server(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str | None) -> _Server:
-    if url is not None:
-        return _Server(url)
+def _connection(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str | None) -> _Connection:
     from mcp import StdioServerParameters
 
-    return _Server(StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
-
-
-def _is_answer(error: Exception) -> bool:
-    """Whether the server itself has said so, over a session that goes on."""
-    from mcp import MCPError
-    from mcp_types import CONNECTION_CLOSED
-
-    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+    return _Connection(url or StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
 
 
 def _text(answer: Any) -> str:
-    """An answer's texts, addresses of resources, and structured content that its texts do not have; it names images and
-    other things that no text is. Raises TypeError where there are only those."""
-    found = [getattr(block, "resource", block) for block in answer.content]
-    texts = [one.text for one in found if hasattr(one, "text")]
-    parts = texts + [str(one.uri) for one in found if hasattr(one, "uri") and not hasattr(one, "text")]
+    """An answer's texts, addresses of resources, and structured content that its texts do not have; other parts are
+    named as left out. Raises TypeError where there are only those."""
+    blocks = [getattr(block, "resource", block) for block in answer.content]
+    texts = [block.text for block in blocks if hasattr(block, "text")]
+    parts = texts + [str(block.uri) for block in blocks if hasattr(block, "uri") and not hasattr(block, "text")]
     structured = answer.structured_content
     if structured is not None:
-        values = [
-            structured,
-            *(structured.values() if len(structured) == 1 else ()),
-        ]  # the only one may be written alone
-        written = [[*texts], [*map(_json_or_text, texts)]]
-        if not any(text in (value, [value]) for text in written for value in values):
+        values = [structured, *(structured.values() if len(structured) == 1 else ())]  # one value may stand alone
+        shown = [texts, [*map(_json_or_text, texts)]]
+        if not any(text in (value, [value]) for text in shown for value in values):
             parts.append(json.dumps(structured, ensure_ascii=False))
-    left_out = {one.type for one in answer.content if one.type in ("image", "audio")}
-    left_out |= {"a file" for one in found if hasattr(one, "blob")}
+    left_out = {block.type for block in answer.content if block.type in ("image", "audio")}
+    left_out |= {"a file" for block in blocks if hasattr(block, "blob")}
     kinds = ", ".join(sorted(left_out))
     if kinds and not parts:
         raise TypeError(f"it answered with {kinds}, and only text is supported")
@@ -153,7 +146,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """One line. The library wraps what happened into groups of exceptions."""
+    """One line. The library wraps errors into groups of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(exception_text(error).split())

@@ -1,11 +1,11 @@
-"""Episodes on file: what it takes to read one, and to train on it again without its tools, programs and servers.
+"""Episodes on file: enough to read one, and to train on it again without its tools, programs and servers.
 
 A record is a JSON object: `key`, `messages`, `prompt_ids`, `turns`, and the other fields of the Episode. Each turn has
-the fields of a Turn, and the `text` and `observation` that its tokens are.
+the fields of a Turn, and its tokens decoded as `text` and `observation`.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -19,23 +19,24 @@ Record = Mapping[str, Any]
 _FIELDS = ("finish_reason", "prompt_ids", "outcome", "info", "error")  # of an Episode, as they are
 _TURN_FIELDS = ("token_ids", "log_probs", "observation_ids", "prompt_ids", "reward")
 _COLUMNS = ("responses", "turn_ids", "rollout_log_probs", "weights_versions", "turn_rewards")
+_OBJECTS = {"finish_reason": "finish_reason", "outcome": "outcome", "info": "episode_info", "error": "episode_error"}
 
 
 def episode_records(prompts: Batch, rows: Batch, chat: Chat) -> Iterator[Record]:
     """The records of episodes, one for each of `prompts`; `rows` are those of `valor.agents.episode.episode_rows`."""
-    for number, found in enumerate(Episodes(rows).rows):
-        first, prompt_ids = found[0], _prompt(rows, found[0])
-        turns = [turn for row in found for turn in _turns(rows, row, None if row == first else _prompt(rows, row))]
+    for number, numbers in enumerate(Episodes(rows).rows):
+        first, prompt_ids = numbers[0], _prompt(rows, numbers[0])
+        turns = [turn for row in numbers for turn in _turns(rows, row, None if row == first else _prompt(rows, row))]
         yield {
             "key": prompts["episode_key"][number].tolist(),
             "messages": prompts.objects["messages"][number],
             "prompt": chat.decode(prompt_ids),
             "prompt_ids": prompt_ids,
-            "finish_reason": rows.objects["finish_reason"][first],
-            "outcome": rows.objects["outcome"][first],
-            "info": rows.objects["episode_info"][first],
-            "error": rows.objects["episode_error"][first],
-            "turns": [asdict(turn) | _texts(turn, chat) for turn in turns],
+            **{field: rows.objects[column][first] for field, column in _OBJECTS.items()},
+            "turns": [
+                {**asdict(turn), "text": chat.decode(turn.token_ids), "observation": chat.decode(turn.observation_ids)}
+                for turn in turns
+            ],
         }
 
 
@@ -49,7 +50,7 @@ def recorded_episode(record: Record) -> Episode:
 
 
 def as_json(value: Any) -> Any:
-    """What a value is after it has been written and read."""
+    """The value after it has been written and read."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -58,21 +59,19 @@ def _prompt(rows: Batch, row: int) -> list[int]:
 
 
 def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
-    """The turns of a row; what the policy was told behind the last one is a turn in which it says nothing."""
+    """The turns of a row; an observation behind the last one is a turn without tokens of the policy."""
     length = int(rows["response_lengths"][row])
     ids, turn_ids, log_probs, versions, rewards = (rows[name][row, :length].tolist() for name in _COLUMNS)
     turns: list[Turn] = []
-    told: Sequence[int] = ()
-    for number, places in groupby(range(length), key=turn_ids.__getitem__):
-        at = list(places)
-        part = slice(at[0], at[-1] + 1)
-        if number:
-            turns.append(Turn(ids[part], log_probs[part], spans_of(versions[part]), told, prompt_ids, rewards[at[-1]]))
-            told, prompt_ids = (), None
-        else:
-            told = ids[part]
-    return [*turns, Turn((), (), (), told, prompt_ids)] if told or not turns else turns
-
-
-def _texts(turn: Turn, chat: Chat) -> dict[str, str]:
-    return {"text": chat.decode(turn.token_ids), "observation": chat.decode(turn.observation_ids)}
+    observation: list[int] = []
+    for number, positions in groupby(range(length), key=turn_ids.__getitem__):
+        run = list(positions)
+        part = slice(run[0], run[-1] + 1)
+        if not number:
+            observation = ids[part]
+            continue
+        turns.append(
+            Turn(ids[part], log_probs[part], spans_of(versions[part]), observation, prompt_ids, rewards[run[-1]])
+        )
+        observation, prompt_ids = [], None
+    return [*turns, Turn((), (), (), observation, prompt_ids)] if observation or not turns else turns

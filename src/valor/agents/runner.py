@@ -34,20 +34,24 @@ class EpisodeRunner:
         max_tokens: longest prompt plus response.
         deterministic: hand requests to the engine only when every episode under way waits for its turn, so that what
             is generated together does not depend on the speed of tools.
+        one_turn: every episode makes one request. `run` hands all of them to the engine as one batch, and tells it
+            that no more will come.
     """
 
-    everywhere = False
-
-    def __init__(self, play: Play, *, most: int, max_tokens: int, deterministic: bool = False) -> None:
-        self._play, self._deterministic = play, deterministic
+    def __init__(
+        self, play: Play, *, most: int, max_tokens: int, deterministic: bool = False, one_turn: bool = False
+    ) -> None:
+        self._play, self._deterministic, self._one_turn = play, deterministic, one_turn
         self.max_requests, self.max_tokens = most, max_tokens
+        self.everywhere = False
+        self._to_come: int | None = None  # requests; None: unknown
         self._changed = Condition()
-        self._asked: list[Request] = []
+        self._requests: list[Request] = []  # that the engine has not been handed yet
         self._names = count()  # of requests
         self._in_engine: dict[str, Request] = {}
         self._fates: dict[str, str] = {}  # of these: "discarded", or "interrupted", which go on after their abort
         self._under_way: dict[EpisodeKey, int] = {}  # the attempt at each episode that has not ended
-        self._finished: list[tuple[Episode, int]] = []  # those that have, and nobody was told yet
+        self._finished: list[tuple[Episode, int]] = []  # episodes that the sink has not received yet
         self._stopped: BaseException | None = None
         self._sink: Callable[[Episode, int], None]
         self._listen: Callable[[], None]
@@ -60,33 +64,38 @@ class EpisodeRunner:
 
     def run(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> list[Episode]:
         """The episodes in the order of the tasks. `sink` gets each when it has ended, in the calling thread."""
-        found: dict[EpisodeKey, Episode] = {}
+        ended: dict[EpisodeKey, Episode] = {}
 
-        def tell(episode: Episode, attempt: int) -> None:
-            found[episode.key] = episode
+        def collect(episode: Episode, attempt: int) -> None:
+            ended[episode.key] = episode
             if sink is not None:
                 sink(episode)
-            report_progress(len(found), len(tasks))
+            report_progress(len(ended), len(tasks))
 
         def listen() -> None:
-            if len(found) == len(tasks) and not self._paused:
+            if len(ended) == len(tasks) and not self._paused:
                 self.pause()
 
-        self._sink, self._listen, self.max_requests = tell, listen, min(self.max_requests, len(tasks))
+        self._sink, self._listen, self.max_requests = collect, listen, min(self.max_requests, len(tasks))
+        if self._one_turn:
+            self._deterministic = self.everywhere = True
+            self.max_requests = self._to_come = len(tasks)
+            self.max_tokens = max((len(task.prompt_ids) + task.params.max_tokens for task in tasks), default=0)
         self._start()
         self.add(tasks)
         try:
             engine.serve(self)
+            while len(ended) < len(tasks):  # the last outputs are on their way to their episodes
+                self._deliver(wait=True)
         finally:
             self.close()
-        return [found[task.key] for task in tasks]
+        return [ended[task.key] for task in tasks]
 
     def serve(self, engine: RolloutEngine, sink: Callable[[Episode, int], None], listen: Callable[[], None]) -> None:
         """Play what `add` brings, until `pause`. An error drops all of it.
 
-        `sink` gets each episode when it has ended, with the number of the attempt at it.
-        `listen` is called again and again, and may call `add`, `drop`, `pause` or change the engine's weights. All is
-        called in the calling thread.
+        `sink` gets each episode when it has ended, with the number of the attempt at it. `listen` is called again and
+        again, and may call `add`, `drop`, `pause`. Both are called in the calling thread.
         """
         self._sink, self._listen, self._paused = sink, listen, False
         if not self._thread.is_alive():
@@ -108,15 +117,15 @@ class EpisodeRunner:
             self._loop.call_soon_threadsafe(self._begin, tasks, attempt)
 
     def drop(self, keys: Collection[EpisodeKey]) -> None:
-        """End these episodes; nobody is told of them."""
+        """End these episodes; the sink gets none of them."""
         with self._changed:
             for key in keys:
                 self._under_way.pop(key, None)
-            names = [name for name, one in self._in_engine.items() if _episode(one) in keys]
+            names = [name for name, request in self._in_engine.items() if _episode(request) in keys]
             self._fates |= dict.fromkeys(names, "discarded")
             self._aborts += map(Abort, names)
-            self._asked = [one for one in self._asked if _episode(one) not in keys]
-            self._finished = [one for one in self._finished if one[0].key not in keys]
+            self._requests = [request for request in self._requests if _episode(request) not in keys]
+            self._finished = [(episode, at) for episode, at in self._finished if episode.key not in keys]
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel_episodes, keys)
 
@@ -137,20 +146,15 @@ class EpisodeRunner:
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         since = time.monotonic()
         while True:
-            with self._changed:
-                finished, self._finished = self._finished, []
-            for one in finished:
-                self._sink(*one)
+            self._deliver()
             self._listen()
             with self._changed:
-                if self._stopped is not None:
-                    raise self._stopped
-                if (found := self._next()) is None or found or not wait:
+                if (news := self._next()) is None or news or not wait:
                     break
-                if not self._finished:
+                if not self._finished and self._stopped is None:
                     self._changed.wait(_LISTEN_SECONDS)
         self.idle_seconds += time.monotonic() - since if wait else 0.0
-        return found
+        return news
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey) -> Output:
         """One turn; for the episodes. `seed` decides its random numbers, and begins with the episode's key."""
@@ -164,13 +168,15 @@ class EpisodeRunner:
                 if fate == "discarded":
                     return
                 if fate == "interrupted" and output.finish_reason == "abort":
-                    self._asked.append(replace(request, so_far=output, on_finish=finish))
+                    self._requests.append(replace(request, so_far=output, on_finish=finish))
                     return
-            with suppress(RuntimeError):  # the episodes have ended by an error, which the next poll raises
+            with suppress(RuntimeError):  # the episodes have ended by an error, which `_deliver` raises
                 self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
+            if self._to_come == 0:  # an engine that knows this need not poll again
+                self._deliver()
 
         with self._changed:
-            self._asked.append(replace(request, on_finish=finish))
+            self._requests.append(replace(request, on_finish=finish))
             self._changed.notify()
         return await done
 
@@ -180,23 +186,40 @@ class EpisodeRunner:
         self._main = self._loop.create_task(self._play_all())  # before all that is asked of the thread meanwhile
         self._thread.start()
 
+    def _deliver(self, *, wait: bool = False) -> None:
+        """Pass the episodes that have ended to the sink; `wait`: for one to end. Raises what one has failed with."""
+        with self._changed:
+            if wait and not self._finished and self._stopped is None:
+                self._changed.wait(_LISTEN_SECONDS)
+            finished, self._finished = self._finished, []
+        for ended in finished:
+            self._sink(*ended)
+        if self._stopped is not None:
+            raise self._stopped
+
     def _next(self) -> Sequence[Request | Abort] | None:
         aborts, self._aborts = self._aborts, []
         if self._paused:
             return aborts if aborts or self._in_engine else None
+        if self._to_come == 0:
+            return None
         if aborts or not self._ready:
             return aborts
-        requests, self._asked = sorted(self._asked, key=lambda one: one.seed), []
-        self._in_engine |= {one.request_id: one for one in requests}
+        requests, self._requests = sorted(self._requests, key=lambda request: request.seed), []
+        self._in_engine |= {request.request_id: request for request in requests}
+        if self._to_come is not None:
+            self._to_come -= len(requests)
         return requests
 
     @property
     def _ready(self) -> bool:
         if not self._deterministic:
-            return bool(self._asked)
+            return bool(self._requests)
+        episodes = min(self.max_requests, len(self._under_way))
+        if self._in_engine or len(self._requests) < episodes:
+            return False
         # A program that has ended its episode may have left a request behind.
-        waiting = self._under_way.keys() & map(_episode, self._asked)
-        return not self._in_engine and len(waiting) == min(self.max_requests, len(self._under_way))
+        return len(self._under_way.keys() & map(_episode, self._requests)) == episodes
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

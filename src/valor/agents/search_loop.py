@@ -1,29 +1,27 @@
-"""Search-R1's loop: the policy writes <search>query</search> and is given documents, until it writes an <answer>
+"""Search-R1's loop: the policy writes <search>query</search> and reads documents, until it writes an <answer>
 (https://arxiv.org/abs/2503.09516)."""
 
 import re
+import time
+from dataclasses import replace
 from typing import Any
 
 from valor.agents.episode import Episode
-from valor.agents.formats import ToolCall
+from valor.agents.formats import ToolCall, valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.agents.search.client import SearchFailed, documents_text, open_retriever
 from valor.agents.tool_loop import call_record
-from valor.agents.tool_sources import FunctionTool, function_source
-from valor.agents.tools import Toolbox, ToolResult, Toolset
-from valor.config.rollout import MultiTurnConfig
+from valor.agents.tools import ToolResult
 from valor.rewards.search_r1 import INVALID_ACTION
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
-_SCHEMA = {"type": "function", "function": {"name": "search", "description": "", "parameters": _PARAMETERS}}
 
 
 @register_loop("search_agent")
 class SearchLoop(AgentLoop):
     """Turns of at most `data.max_response_length` tokens and `max_turns` searches; then one turn without a search.
 
-    The text goes on as it is: no chat template comes between the turns.
+    The row's text continues as it is: no chat template comes between the turns.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -31,22 +29,15 @@ class SearchLoop(AgentLoop):
         config = context.config
         self._max_turns, self._turn_length = config.max_turns, config.data.max_response_length
         self._stop = self.chat.stop_texts("</search>", "</answer>")
-        marks = config.algorithm.state_masking
-        self._before = self.chat.ids(f"\n\n{marks.start_state_marker}")
-        self._after = self.chat.ids(f"{marks.end_state_marker}\n\n")
+        self._before, self._after = self.chat.ids("\n\n<information>"), self.chat.ids("</information>\n\n")
         self._invalid = self.chat.ids(INVALID_ACTION)
-        self._most = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)
-        where = config.retriever
-        corpus = where.corpus_path if where.url is None else None
-        self._retriever = open_retriever(where.url, corpus, topk=where.topk, timeout=where.timeout)
-        # The retriever has a time limit of its own, for each of its attempts.
-        limits = MultiTurnConfig().model_copy(
-            update={"tool_timeout": 10 * where.timeout, "max_tool_response_length": None}
-        )
-        self._toolset = Toolset([function_source([FunctionTool(self._search, _SCHEMA)])], limits)
+        self._max_documents = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)  # tokens
+        retriever = config.retriever
+        corpus = retriever.corpus_path if retriever.url is None else None
+        self._retriever = open_retriever(retriever.url, corpus, topk=retriever.topk)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        play, toolbox = self.play(task, generate), self._toolset.toolbox()
+        play = self.play(task, generate)
         calls: list[dict[str, Any]] = []
         info: dict[str, Any] = {"calls": calls, "invalid_actions": 0}
         while True:
@@ -61,20 +52,21 @@ class SearchLoop(AgentLoop):
                 return play.end("stop", info=info)
             if len(play.turns) > self._max_turns:
                 return play.end("turns", info=info)
-            told = self._invalid
+            observation = self._invalid
             if action is not None:
-                told = await self._documents(toolbox, action[2].strip(), len(play.turns), calls)
+                observation = await self._documents(action[2].strip(), len(play.turns), calls)
             else:
                 info["invalid_actions"] += 1
-            if not play.observe(told):
+            if not play.observe(observation):
                 return play.end("length", info=info)
 
-    async def _documents(self, toolbox: Toolbox, query: str, turn: int, calls: list[dict[str, Any]]) -> list[int]:
-        call = ToolCall("search", {"query": query})
-        result = await toolbox.call(call)
+    async def _documents(self, query: str, turn: int, calls: list[dict[str, Any]]) -> list[int]:
+        call, began = ToolCall("search", {"query": query}), time.monotonic()
+        result = await self._search(call.arguments["query"])
+        result = replace(result, text=valid_text(result.text), seconds=time.monotonic() - began)
         calls.append(call_record(turn, call, result))
         documents = self.chat.ids(self.chat.safe(result.text.strip()))
-        return [*self._before, *documents[: self._most], *self._after]
+        return [*self._before, *documents[: self._max_documents], *self._after]
 
     async def _search(self, query: str) -> ToolResult:
         try:

@@ -1,14 +1,13 @@
 """Tools by the paths in a configuration: a tools file in verl's form, functions of a file, a class of environments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
-from valor.agents.mcp_tools import mcp_tools
 from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
@@ -16,88 +15,79 @@ from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
-_ENTRY_KEYS = ("class_name", "config", "tool_schema")
-_SEARCH = "valor.agents.search.tool.SearchTool"
-_READ_AS = {"search": _SEARCH, "verl.tools.search_tool.SearchTool": _SEARCH}
+_READ_AS = {"verl.tools.search_tool.SearchTool": "search"}
+
+
+class _Entry(BaseModel, extra="forbid"):
+    class_name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    tool_schema: OpenAIFunctionToolSchema | None = None
+
+
+class _ToolsFile(BaseModel):
+    tools: list[_Entry] = Field(min_length=1)
 
 
 def load_sources(
-    tool_config_path: str | None = None, function_tool_path: str | None = None, environment: str | None = None
+    tool_config_path: str | None = None,
+    function_tool_path: str | None = None,
+    environment: str | None = None,
+    environment_kwargs: Mapping[str, Any] | None = None,
 ) -> list[ToolSource]:
-    """The tools that a configuration names. `environment` is a class, as `package.module.Class` or `file.py:Class`.
-
-    Raises UserError for files and entries that cannot be used.
-    """
+    """The tools that a configuration names. Raises UserError for files, entries and classes that cannot be used."""
     sources: list[ToolSource] = []
     if tool_config_path is not None:
         sources += _load_tools_file(tool_config_path)
     if function_tool_path is not None:
         sources.append(function_source(load_function_tools(function_tool_path)))
     if environment is not None:
-        sources.append(environment_source(load_object(environment, "rollout.multi_turn.environment")))
+        cls = load_object(environment, "rollout.agent.environment")
+        sources.append(environment_source(cls, environment_kwargs or {}))
     return sources
 
 
 def _load_tools_file(path: str) -> list[ToolSource]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-        tree = yaml.safe_load(text)
+        if "${" in text:
+            raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
+        entries = _ToolsFile.model_validate(yaml.safe_load(text)).tools
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; check {_KEY}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; check {_KEY}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not yaml: {' '.join(str(error).split())}") from None
-    entries = tree.get("tools") if isinstance(tree, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path}: must have a list `tools:`; check {_KEY}")
-    if "${" in text:
-        raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
-    made = [tool for i, entry in enumerate(entries) for tool in _make_tools(f"{path}: tools[{i}]", entry)]
-    functions = [tool for tool in made if isinstance(tool, FunctionTool)]
-    return [function_source(functions), base_tool_source([tool for tool in made if not isinstance(tool, FunctionTool)])]
-
-
-def _make_tools(place: str, entry: Any) -> list[Any]:
-    """FunctionTools, if the entry is of a built-in tool or an MCP server, or an instance of its class."""
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
-        raise UserError(f"{place}: has no class_name")
-    for key in entry:
-        if key not in _ENTRY_KEYS:
-            raise UserError(f"{place}: unknown key '{key}'{did_you_mean(str(key), _ENTRY_KEYS)}")
-    config, given = dict(entry.get("config") or {}), str(entry["class_name"])
-    name = _READ_AS.get(given, given)
-    if config.get("type", "native") != "native":
-        raise UserError(f"{place}: config.type={config['type']} is not supported, only native")
-    schema = None
-    if entry.get("tool_schema") is not None:
+    tools: list[Any] = []
+    for number, entry in enumerate(entries):
         try:
-            schema = OpenAIFunctionToolSchema.model_validate(entry["tool_schema"])
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            raise UserError(f"{place}: tool_schema.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+            tools += _make_tools(entry)
+        except UserError as error:
+            raise UserError(f"{path}: tools[{number}]: {error}") from None
+        except Exception as error:
+            reason = f"{entry.class_name} cannot be made ({type(error).__name__}: {error})"
+            raise UserError(f"{path}: tools[{number}]: {reason}") from error
+    others = [tool for tool in tools if not isinstance(tool, FunctionTool)]
+    return [function_source([tool for tool in tools if isinstance(tool, FunctionTool)]), base_tool_source(others)]
+
+
+def _make_tools(entry: _Entry) -> list[Any]:
+    """FunctionTools for a built-in tool or an MCP server, else an instance of the entry's class."""
+    name, config, schema = _READ_AS.get(entry.class_name, entry.class_name), dict(entry.config), entry.tool_schema
+    if config.get("type", "native") != "native":
+        raise UserError(f"config.type={config['type']} is not supported, only native")
     if name in BUILTIN_TOOLS:
         config.pop("type", None)
-        function = _construct(place, name, BUILTIN_TOOLS[name], config)
-        return [FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))]
-    if name == "mcp":
-        if schema is not None:
-            raise UserError(f"{place}: an MCP server brings its own schemas: drop tool_schema")
-        config.pop("type", None)
-        return _construct(place, name, mcp_tools, config)
+        if name == "mcp" and schema is not None:
+            raise UserError("an MCP server brings its own schemas: drop tool_schema")
+        made = BUILTIN_TOOLS[name](**config)
+        described = schema.model_dump(exclude_unset=True) if schema else None
+        return made if name == "mcp" else [FunctionTool(made, described or schema_of(made))]
     if "." not in name:
-        raise UserError(
-            f"{place}: there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} (class_name is "
-            f"{', '.join(BUILTIN_TOOLS)}, mcp, package.module.Class or file.py:Class)"
-        )
-    tool = _construct(place, name, load_object(name, place), {"config": config, "tool_schema": schema})
-    if not all(callable(getattr(tool, method, None)) for method in ("create", "execute", "calc_reward", "release")):
-        raise UserError(f"{place}: {name} is no tool: derive it from valor.agents.BaseTool")
+        known = f"(class_name is {', '.join(BUILTIN_TOOLS)}, package.module.Class or file.py:Class)"
+        raise UserError(f"there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} {known}")
+    tool = load_object(name, "class_name")(config=config, tool_schema=schema)
+    if not callable(getattr(tool, "execute", None)):
+        raise UserError(f"{name} is no tool: derive it from valor.agents.BaseTool")
     return [tool]
-
-
-def _construct(place: str, name: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    try:
-        return make(**arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{place}: {name} cannot be made ({type(error).__name__}: {error})") from error

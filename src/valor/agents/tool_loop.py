@@ -1,25 +1,30 @@
 """The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from valor.agents.chat import Conversation, Message
-from valor.agents.episode import Episode, EpisodeEnd
+from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import FORMATS, Call, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import Toolbox, ToolResult, Toolset
+from valor.rollout.base import FinishReason
 
 
 @register_loop("tool_agent")
 class ToolLoop(AgentLoop):
-    """Tools of `rollout.multi_turn`, their calls in its format, each turn told by the chat template."""
+    """Tools of `rollout.multi_turn` and `rollout.agent.environment`; calls are in `multi_turn.format`."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
-        multi = context.config.actor_rollout_ref.rollout.multi_turn
-        sources = load_sources(multi.tool_config_path, multi.function_tool_path, multi.environment)
+        rollout = context.config.actor_rollout_ref.rollout
+        multi, agent = rollout.multi_turn, rollout.agent
+        sources = load_sources(
+            multi.tool_config_path, multi.function_tool_path, agent.environment, agent.environment_kwargs
+        )
         self._toolset = Toolset(sources, multi)
         self._parse, self._most_turns = FORMATS[multi.format], multi.most_turns
         self.schemas = self._toolset.schemas
@@ -27,53 +32,66 @@ class ToolLoop(AgentLoop):
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         toolbox = self._toolset.toolbox()
+        calls: list[dict[str, Any]] = []
         try:
-            said = await toolbox.open(task.row)
-            talk = Conversation(self.chat, with_opening(task.row["messages"], said), toolbox.schemas)
+            messages = with_opening(task.row["messages"], await toolbox.open(task.row))
+            talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
-            calls: list[dict[str, Any]] = []
-            reason = await self._turns(play, talk, toolbox, calls)
+            reason = await converse(play, talk, partial(self._answer, play, toolbox, calls))
             reward = await toolbox.rewards()
         finally:
             await toolbox.close()
         info = {"calls": calls, **({} if self.grades or reward is None else {"tool_reward": reward})}
         return play.end(reason, reward if self.grades else None, info)
 
-    async def _turns(self, play: Play, talk: Conversation, toolbox: Toolbox, calls: list[dict[str, Any]]) -> EpisodeEnd:
-        """Play until the episode ends; why it did. Calls and their results are appended to `calls`."""
-        while True:
-            output = await play.turn()
-            text = talk.answer(output)
-            asked, content = self._parse(text, toolbox.schemas)
-            if asked:
-                play.say(content)
-            if output.finish_reason != "stop":
-                return output.finish_reason
-            if not asked:
-                return "stop"
-            if len(play.turns) >= self._most_turns:
-                return "turns"
-            results = await toolbox.call_all(asked)
-            for call, result in zip(asked, results, strict=False):
-                calls.append(call_record(len(play.turns), call, result))
-                play.reward(result.reward)
-            if not play.tell(talk, [_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)]):
-                return "length"
+    async def _answer(
+        self, play: Play, toolbox: Toolbox, records: list[dict[str, Any]], text: str, finish_reason: FinishReason
+    ) -> list[Message] | EpisodeEnd:
+        """The results of the calls in a text. Calls and results are appended to `records`."""
+        calls, content = self._parse(text, toolbox.schemas)
+        if calls:
+            play.say(content)
+        if finish_reason != "stop" or not calls:
+            return finish_reason
+        if len(play.turns) >= self._most_turns:
+            return "turns"
+        results = await toolbox.call_all(calls)
+        for call, result in zip(calls, results, strict=False):
+            records.append(call_record(len(play.turns), call, result))
+            play.reward(result.reward)
+        return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
 
 
-def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:
-    """The prompt for a Conversation, with what an environment says at the start at the end of its last message."""
-    if not said:
-        return list(messages)
-    *before, last = messages
-    return [*before, {**last, "opening": said}]
+async def converse(
+    play: Play, talk: Conversation, answer: Callable[[str, FinishReason], Awaitable[list[Message] | EpisodeEnd]]
+) -> EpisodeEnd:
+    """Alternate turns of the policy with `answer(text, finish_reason)`: messages, or why the episode ends here."""
+    if play.room < 1:
+        size = f"it begins with {len(play.row)} tokens"
+        raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")
+    while True:
+        output = await play.turn()
+        reply = await answer(talk.answer(output), output.finish_reason)
+        if not isinstance(reply, list):
+            return reply
+        if not play.tell(talk, reply):
+            return "length"
+
+
+def with_opening(messages: Sequence[Message], opening: str | None) -> list[Message]:
+    """The prompt for a Conversation: an environment's first text joins its last message."""
+    return [*messages[:-1], {**messages[-1], "opening": opening}] if opening else list(messages)
 
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
-    """What is kept of a call, for metrics, for reading and for playing an episode again."""
+    """A call and its result, for metrics and reports."""
     name, arguments = (call.name, call.arguments) if isinstance(call, ToolCall) else (None, call.text)
-    answered = {field.name: getattr(result, field.name) for field in fields(result)}
-    return {"turn": turn, "name": name, "arguments": arguments, **answered}
+    return {
+        "turn": turn,
+        "name": name,
+        "arguments": arguments,
+        **{f.name: getattr(result, f.name) for f in fields(result)},
+    }
 
 
 def _tool_message(call: Call | None, result: ToolResult) -> Message:

@@ -1,8 +1,9 @@
-"""Tools from plain Python: functions, and the public methods of an environment that every episode has to itself."""
+"""Tools from plain Python: functions, and the public methods of an environment of which each episode has an object."""
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from valor.agents.formats import Schema
+from valor.agents.tool_runner import release
 from valor.agents.tools import EpisodeTools, Run, ToolSource, as_text, name_of
 from valor.errors import UserError
 
@@ -19,33 +21,32 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A function, blocking or a coroutine function, and its schema. `convert`: its result becomes this of it."""
+    """A function or coroutine function, and its schema. `convert` is applied to the result."""
 
     function: Callable[..., Any]
     schema: Schema
-    convert: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] = lambda result: result
 
 
 def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> ToolSource:
-    """Functions as tools; they know nothing of episodes."""
-    tools = [one if isinstance(one, FunctionTool) else FunctionTool(one, schema_of(one)) for one in functions]
-    return ToolSource([one.schema for one in tools], partial(_Functions, {name_of(one.schema): one for one in tools}))
+    """Functions as tools, without a state of the episode."""
+    tools = [tool if isinstance(tool, FunctionTool) else FunctionTool(tool, schema_of(tool)) for tool in functions]
+    by_name = {name_of(tool.schema): tool for tool in tools}
+
+    @asynccontextmanager
+    async def episode(run: Run, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[EpisodeTools]:
+        async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+            return by_name[name].convert(await run(by_name[name].function, arguments, name=name))
+
+        yield EpisodeTools({name: partial(call, name) for name in names})
+
+    return ToolSource([tool.schema for tool in tools], episode)
 
 
-class _Functions(EpisodeTools):
-    def __init__(self, tools: Mapping[str, FunctionTool], run: Run) -> None:
-        self._tools, self._run = tools, run
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        tool = self._tools[name]
-        value = await self._run(tool.function, arguments)
-        return tool.convert(value) if tool.convert else value
-
-
-def environment_source(environment: type) -> ToolSource:
+def environment_source(environment: type, kwargs: Mapping[str, Any] | None = None) -> ToolSource:
     """A class of environments, in the shape of TRL's `environment_factory`.
 
-    `__init__()` takes no arguments; `reset(**row)` begins the episode and may return a text for the policy to read;
+    `__init__` takes `kwargs`; `reset(**row)` begins the episode and may return a text for the policy to read;
     `get_reward() -> float` and `close()` are optional; every other public method is a tool. Methods may be coroutine
     functions; those of one instance never overlap. Raises UserError for a class of another shape.
     """
@@ -53,46 +54,44 @@ def environment_source(environment: type) -> ToolSource:
     if not callable(getattr(environment, "reset", None)):
         raise UserError(f"environment {name} has no method reset(): it begins an episode, and takes a row's columns")
     try:
-        inspect.signature(environment).bind()
+        inspect.signature(environment).bind(**(kwargs or {}))
     except TypeError as error:
-        raise UserError(f"environment {name} must be made without arguments: {error}") from None
+        raise UserError(f"environment {name} cannot be made with these environment_kwargs: {error}") from None
     methods = inspect.getmembers(environment, inspect.isroutine)
-    tools = [method for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
-    if not tools:
+    schemas = [schema_of(method) for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
+    if not schemas:
         raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-    schemas = [schema_of(method) for method in tools]
-    return ToolSource(schemas, partial(_Environment, environment), hasattr(environment, "get_reward"))
+    return ToolSource(
+        schemas, partial(_environment_episode, environment, kwargs or {}), hasattr(environment, "get_reward")
+    )
 
 
-class _Environment(EpisodeTools):
-    def __init__(self, environment: type, run: Run) -> None:
-        self._environment, self._run = environment, run
-        self._instance, self._lock = None, asyncio.Lock()
+@asynccontextmanager
+async def _environment_episode(
+    environment: type, kwargs: Mapping[str, Any], run: Run, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[EpisodeTools]:
+    """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
+    instance = await run(environment, kwargs, name=environment.__name__)
+    lock = asyncio.Lock()
 
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """`reset` gets the row's columns and what is in its `extra_info`, or those of them that it names."""
-        self._instance = await self._run(self._environment, {})
-        given = {**(row.get("extra_info") or {}), **row}
-        parameters = inspect.signature(self._instance.reset).parameters
+    async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+        return await run(getattr(instance, name), arguments, name=name, lock=lock)
+
+    async def reward() -> float:
+        return float(await call("get_reward", {}))
+
+    try:
+        columns = {**(row.get("extra_info") or {}), **row}
+        parameters = inspect.signature(instance.reset).parameters
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        text = await self._method("reset", given)
-        return None if text is None else as_text(text)
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._method(name, arguments)
-
-    async def reward(self) -> float | None:
-        if not hasattr(self._environment, "get_reward"):
-            return None
-        return float(await self._method("get_reward", {}))
-
-    async def close(self) -> None:
-        if self._instance is not None and hasattr(self._environment, "close"):
-            await self._method("close", {})
-
-    async def _method(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._run(getattr(self._instance, name), arguments, lock=self._lock)
+            columns = {name: value for name, value in columns.items() if name in parameters}
+        text = await call("reset", columns)
+        calls = {name: partial(call, name) for name in names}
+        judge = reward if hasattr(environment, "get_reward") else None
+        yield EpisodeTools(calls, None if text is None else as_text(text), judge)
+    finally:
+        if hasattr(environment, "close"):
+            await release(call("close", {}))
 
 
 def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
@@ -100,11 +99,11 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
 
     Raises UserError when they do not say enough.
     """
-    called = name or getattr(function, "__name__", type(function).__name__)
+    name = name or getattr(function, "__name__", type(function).__name__)
     try:
         if any(parameter.kind in _VARIADIC for parameter in inspect.signature(function).parameters.values()):
             raise TypeError("*args and **kwargs cannot be described, name each argument")
         schema = get_json_schema(function)
     except Exception as error:  # transformers has several kinds, and hints may be names that mean nothing
-        raise UserError(f"{called}() cannot be a tool: {' '.join(str(error).split())}") from error
-    return {**schema, "function": {**schema["function"], "name": called}}
+        raise UserError(f"{name}() cannot be a tool: {' '.join(str(error).split())}") from error
+    return {**schema, "function": {**schema["function"], "name": name}}

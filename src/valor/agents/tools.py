@@ -1,14 +1,12 @@
-"""The tools of an episode behind one box: every call ends in one text, whatever the policy wrote or the tool did."""
-
-from __future__ import annotations
+"""The tools of an episode: every call ends in one text, whatever the policy wrote or the tool did."""
 
 import asyncio
 import json
-import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,23 +16,22 @@ from jsonschema.exceptions import best_match
 
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
-from valor.agents.tool_runner import ToolFailed, ToolRunner, exception_text
+from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
-from valor.errors import TrainingStopped, UserError, did_you_mean
+from valor.errors import UserError, did_you_mean
 
-_log = logging.getLogger(__name__)
 _MAX_COMPLAINT = 200  # characters
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
 Run = Callable[..., Coroutine[Any, Any, Any]]
-"""`ToolRunner.run` with the time limit: `await run(function, arguments, lock=...)`."""
+"""`run_tool` with its time limit: `await run(function, arguments, name=..., lock=...)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy is told after a call. `reward` is of this call; `seconds` are filled in by the toolbox.
+    """What the policy reads after a call. `reward` is of this call; `seconds` are filled in by the toolbox.
 
-    A tool may return one. `error` "failed" is for a tool that says itself that it could not do its work.
+    A tool may return one; `error` is "failed" if the tool could not do its work.
     """
 
     text: str
@@ -44,55 +41,45 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-class EpisodeTools:
-    """Tools of one origin in one episode. `takes_kwargs`: they read `tools_kwargs` of the row.
+class EpisodeTools(NamedTuple):
+    """Tools of one origin in one episode, whose functions may raise ToolFailed.
 
-    ToolFailed passes through all methods; the toolbox makes texts of it.
+    calls: by name, from arguments to a ToolResult, a text, or anything else to be shown as JSON. opening: a text for
+    the policy. reward: gives the reward of the episode.
     """
 
-    takes_kwargs = False
-
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """Begin the episode of a row, of which only the tools `names` are used. A text is for the policy to read."""
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A ToolResult, or anything that is a text or becomes one as JSON."""
-        raise NotImplementedError
-
-    async def reward(self) -> float | None:
-        """Of the whole episode; None when these tools never give one."""
-
-    async def close(self) -> None:
-        """Let go of what the episode has."""
+    calls: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Any]]]
+    opening: str | None = None
+    reward: Callable[[], Awaitable[float]] | None = None
 
 
 class ToolSource(NamedTuple):
-    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode."""
+    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode.
+
+    `episode(run, row, names)` opens the tools `names` for the episode of a row, and releases them at its end.
+    """
 
     schemas: list[Schema]
-    of_episode: Callable[[Run], EpisodeTools]
+    episode: Callable[[Run, Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[EpisodeTools]]
     judges: bool = False
 
 
 class Toolset:
-    """All tools of a process. Raises UserError for two of one name, and for a schema that is not valid.
+    """All tools of a process. UserError: two have one name, or a schema is not valid.
 
-    `limits`: seconds of one call, characters of its text, calls of one turn. A longer text loses its left side, its
-    right side or its middle, and says so.
+    `limits`: seconds of a call, characters of its text (a longer one loses its left side, right side or middle), calls
+    of a turn.
     """
 
-    def __init__(
-        self, sources: Sequence[ToolSource], limits: MultiTurnConfig | None = None, runner: ToolRunner | None = None
-    ) -> None:
-        self.sources, self.limits, self.runner = sources, limits or MultiTurnConfig(), runner or ToolRunner()
+    def __init__(self, sources: Sequence[ToolSource], limits: MultiTurnConfig | None = None) -> None:
+        self.sources, self.limits = sources, limits or MultiTurnConfig()
         self.schemas = [schema for source in sources for schema in source.schemas]
-        names = Counter(name_of(schema) for schema in self.schemas)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise UserError(f"there are several tools of the name {', '.join(twice)}: rename all but one")
-        self.checks = {name_of(schema): ArgumentCheck(schema) for schema in self.schemas}
+        counts = Counter(map(name_of, self.schemas))
+        if several := [name for name, count in counts.items() if count > 1]:
+            raise UserError(f"there are several tools of the name {', '.join(several)}: rename all but one")
+        self.validators = {name_of(schema): _validator(schema) for schema in self.schemas}
 
-    def toolbox(self) -> Toolbox:
+    def toolbox(self) -> "Toolbox":
         return Toolbox(self)
 
 
@@ -103,36 +90,37 @@ class Toolbox:
     """
 
     def __init__(self, toolset: Toolset) -> None:
-        self.schemas = list(toolset.schemas)
-        self._limits, self._checks = toolset.limits, toolset.checks
-        run = partial(toolset.runner.run, seconds=toolset.limits.tool_timeout)
-        self._parts = [(source.of_episode(run), [*map(name_of, source.schemas)]) for source in toolset.sources]
-        self._owners = {name: part for part, names in self._parts for name in names}
+        self.schemas, self._limits, self._validators = list(toolset.schemas), toolset.limits, toolset.validators
+        self._sources = toolset.sources
+        self._run = partial(run_tool, seconds=toolset.limits.tool_timeout)
+        self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
+        self._rewards: list[Callable[[], Awaitable[float]]] = []
+        self._open = AsyncExitStack()
 
     async def open(self, row: Mapping[str, Any]) -> str | None:
-        """Begin the episode of a row; what its environments say at the start.
+        """Begin the episode of a row; returns what its environments say at the start.
 
-        Raises UserError when the row names tools that there are not, and EpisodeFailed when one cannot be opened.
+        UserError: the row names a tool that there is not. EpisodeFailed: one cannot be opened.
         """
-        extra_info = row.get("extra_info") or {}
-        selection = extra_info.get("tool_selection")
-        selected = list(self._owners) if selection is None or len(selection) == 0 else list(selection)
-        self._check_names("tool_selection", selected)
-        self._check_names("tools_kwargs", tool_kwargs(row))
-        self._owners = {name: part for name, part in self._owners.items() if name in selected}
-        self.schemas = [schema for schema in self.schemas if name_of(schema) in self._owners]
+        known = [name_of(schema) for schema in self.schemas]
+        selection = (row.get("extra_info") or {}).get("tool_selection")
+        selected = known if selection is None or len(selection) == 0 else list(selection)
+        for key, names in (("tool_selection", selected), ("tools_kwargs", tool_kwargs(row))):
+            if unknown := [name for name in names if name not in known]:
+                hint = did_you_mean(unknown[0], known)
+                raise UserError(f"extra_info.{key}: '{unknown[0]}' is not one of the tools{hint}")
+        self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         texts = []
-        for part, names in self._parts:
-            used = [name for name in names if name in self._owners]
-            if used:
-                texts.append(await self._whole_episode(part.open(row, used), f"opening {', '.join(used)}"))
-        return valid_text("\n".join(text for text in texts if text)) or None
+        for source in self._sources:
+            if names := [name for name in map(name_of, source.schemas) if name in selected]:
+                tools = await self._open.enter_async_context(source.episode(self._run, row, names))
+                self._calls |= tools.calls
+                self._rewards += [tools.reward] if tools.reward else []
+                texts += [tools.opening] if tools.opening else []
+        return valid_text("\n".join(texts)) or None
 
     async def call_all(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """The results of one turn's calls, which run at the same time.
-
-        Those beyond `max_parallel_calls` are not done, and one more result says so.
-        """
+        """The results of one turn's calls, which run at the same time; if some were too many, one more says so."""
         most = self._limits.max_parallel_calls
         results = await asyncio.gather(*map(self.call, calls[:most]))
         if len(calls) > most:
@@ -140,67 +128,47 @@ class Toolbox:
         return results
 
     async def call(self, call: Call) -> ToolResult:
-        """One call's result. Raises nothing but TrainingStopped, when too many calls hang."""
+        """The result of one call. Raises nothing but UserError."""
         began = time.monotonic()
         result = await self._result(call)
         return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
 
     async def rewards(self) -> float | None:
-        """The sum of what the tools give for the whole episode; None when none of them ever does.
-
-        Raises EpisodeFailed when one cannot say.
-        """
-        given = [
-            await self._whole_episode(part.reward(), "the reward") for part in dict.fromkeys(self._owners.values())
-        ]
-        rewards = [reward for reward in given if reward is not None]
+        """The sum of the tools' rewards for the episode; None: none of them ever gives one. Raises EpisodeFailed."""
+        rewards = [await reward() for reward in self._rewards]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
 
     async def close(self) -> None:
-        """Let go of everything; what fails is logged."""
-        for part, _ in self._parts:
-            try:
-                await part.close()
-            except ToolFailed as failure:
-                _log.warning("closing %s: it %s", type(part).__name__, failure)
-
-    def _check_names(self, key: str, names: Iterable[str]) -> None:
-        for name in names:
-            owner = self._owners.get(name)
-            if owner is None or (key == "tools_kwargs" and not owner.takes_kwargs):
-                what = "is a function or a method, which takes none" if owner else "is not one of the tools"
-                raise UserError(f"extra_info.{key}: '{name}' {what}{did_you_mean(name, {*self._owners} - {name})}")
-
-    async def _whole_episode(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
-        try:
-            return await work
-        except ToolFailed as failure:
-            raise EpisodeFailed(f"{what}: it {failure}") from failure
+        """Release everything."""
+        await self._open.aclose()
 
     async def _result(self, call: Call) -> ToolResult:
         if isinstance(call, BadCall):
             return _error("malformed", f"malformed tool call, {call.reason}")
-        owner = self._owners.get(call.name)
-        if owner is None:
-            known = f"the tools are {', '.join(self._owners)}" if self._owners else "there are no tools"
+        if call.name not in self._calls:
+            known = f"the tools are {', '.join(self._calls)}" if self._calls else "there are no tools"
             name = call.name[:60]
-            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._owners)} ({known})")
-        wrong = self._checks[call.name].complaint(call.arguments)
-        if wrong is not None:
-            return _error("arguments", f"wrong arguments for {call.name}, {wrong}")
+            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._calls)} ({known})")
+        complaint = _complaint(self._validators[call.name], call.arguments)
+        if complaint is not None:
+            return _error("arguments", f"wrong arguments for {call.name}, {complaint}")
         try:
-            return as_result(await owner.call(call.name, call.arguments))
+            value = await self._calls[call.name](call.arguments)
+            result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
+            if not math.isfinite(result.reward):
+                raise ValueError(f"its reward is {result.reward}")
+            return replace(result, text=as_text(result.text))
         except ToolFailed as failure:
-            return _error(failure.kind, f"{call.name} {failure}")
-        except TrainingStopped:
+            return _error(failure.kind, str(failure))
+        except UserError:
             raise
         except Exception as error:
             return _error("failed", f"what {call.name} returned cannot be used, {exception_text(error)}")
 
     def _shortened(self, text: str) -> str:
-        """The text in valid Unicode and at most as long as it may be."""
+        """The text in valid Unicode, of at most `max_tool_response_length` characters and a mark."""
         most, side = self._limits.max_tool_response_length, self._limits.tool_response_truncate_side
         if most is not None and len(text) > most:
             left = {"left": 0, "right": most, "middle": most // 2}[side]
@@ -215,21 +183,13 @@ def name_of(schema: Schema) -> str:
 
 
 def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """`extra_info.tools_kwargs` of a row, for the tools that have any."""
-    given = (row.get("extra_info") or {}).get("tools_kwargs") or {}
-    return {name: kwargs for name, kwargs in given.items() if kwargs is not None}
-
-
-def as_result(value: Any) -> ToolResult:
-    """What a tool returned, as the result of a call. Raises ValueError for a reward that is no finite number."""
-    result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
-    if not math.isfinite(result.reward):
-        raise ValueError(f"its reward is {result.reward}")
-    return replace(result, text=as_text(result.text))
+    """`extra_info.tools_kwargs` of a row, without the tools that have none."""
+    by_name = (row.get("extra_info") or {}).get("tools_kwargs") or {}
+    return {name: kwargs for name, kwargs in by_name.items() if kwargs is not None}
 
 
 def as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON, or as Python writes it when it is none."""
+    """A text as it is, anything else as JSON, or by `str` where JSON has no form for it."""
     if isinstance(value, str):
         return value
     try:
@@ -242,35 +202,25 @@ def _error(kind: ToolError, text: str) -> ToolResult:
     return ToolResult(f"Error: {text}{'' if text.endswith('?') else '.'}", error=kind)
 
 
-class ArgumentCheck:
-    """The parameters of one tool. Raises UserError when they are no JSON schema.
+def _validator(schema: Schema) -> Draft202012Validator:
+    """Of a tool's arguments. Those that the schema does not name are wrong, unless it has `additionalProperties`."""
+    parameters = parameters_of(schema)
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        where = f"{error.message} (at {error.json_path})"
+        raise UserError(f"the parameters of tool {name_of(schema)} are no JSON schema: {where}") from None
+    closed = {} if "additionalProperties" in parameters else {"unevaluatedProperties": False}
+    return Draft202012Validator({**parameters, **closed})
 
-    Arguments without a name in the schema are wrong, unless it has `additionalProperties`.
-    """
 
-    def __init__(self, schema: Schema) -> None:
-        parameters = parameters_of(schema)
-        try:
-            Draft202012Validator.check_schema(parameters)
-        except SchemaError as error:
-            raise UserError(
-                f"the parameters of tool {schema['function']['name']} are no JSON schema: {error.message} "
-                f"(at {error.json_path})"
-            ) from None
-        self._validator = Draft202012Validator(parameters)
-        self._names = parameters.get("properties", {}) if "additionalProperties" not in parameters else None
-
-    def complaint(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments, None when nothing is."""
-        if self._names is not None:
-            for name in arguments:
-                if name not in self._names:
-                    return f"there is no argument {name[:60]!r}{did_you_mean(name[:60], self._names)}"
-        try:
-            error = best_match(self._validator.iter_errors(arguments))
-        except Exception as error:  # too deeply nested, or a reference in the schema that leads nowhere
-            return f"they cannot be checked ({type(error).__name__})"
-        if error is None:
-            return None
-        place = ".".join(map(str, error.absolute_path))
-        return f"{place}: {error.message}"[:_MAX_COMPLAINT] if place else error.message[:_MAX_COMPLAINT]
+def _complaint(validator: Draft202012Validator, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call's arguments; None: nothing."""
+    try:
+        error = best_match(validator.iter_errors(arguments))
+    except Exception as failure:  # nested too deeply, or a reference in the schema that leads nowhere
+        return f"they cannot be checked ({type(failure).__name__})"
+    if error is None:
+        return None
+    path = ".".join(map(str, error.absolute_path))
+    return f"{path}: {error.message}"[:_MAX_COMPLAINT] if path else error.message[:_MAX_COMPLAINT]

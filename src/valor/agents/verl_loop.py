@@ -5,8 +5,7 @@ Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, groupby
-from operator import eq
+from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
@@ -27,10 +26,10 @@ class TokenOutput:
 
 @dataclass
 class AgentLoopOutput:
-    """An episode, or a row of one: `response_mask` is 1 on the policy's own tokens.
+    """An episode, or a row of one: `response_mask` is 1 on the policy's tokens.
 
-    `response_logprobs` may be left out where own tokens are what `generate` returned behind the tokens before them.
-    `reward_score`: the score of the whole; None leaves it to the graders.
+    `response_logprobs` may be left out where these are what `generate` returned behind the tokens before them.
+    `reward_score`: the score of the episode; None leaves it to the graders.
     """
 
     prompt_ids: list[int]
@@ -59,7 +58,6 @@ class AgentLoopBase:
 
 
 def register(name: str) -> Callable[[Loop], Loop]:
-
     def decorate(cls: Loop) -> Loop:
         register_loop(name)(lambda context, **options: VerlLoop(context, cls=cls, options=options))
         return cls
@@ -76,7 +74,7 @@ class VerlLoop(AgentLoop):
         self._cls, self._options = cls, options
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        server = _Server(task, generate, self.context.limits.model)
+        server = _ServerManager(task, generate, self.context.limits.model)
         loop = self._cls(
             trainer_config=self.context.config,
             server_manager=server,
@@ -85,10 +83,10 @@ class VerlLoop(AgentLoop):
             **self._options,
         )
         params = task.params
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        sampling = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
         row = {**task.row["extra_info"], **task.row, "raw_prompt": task.row["messages"]}
-        found = await loop.run(sampling | {"max_tokens": params.max_tokens}, **row)
-        outputs: list[Any] = found if isinstance(found, list) else [found]
+        returned = await loop.run(sampling, **row)
+        outputs: list[Any] = returned if isinstance(returned, list) else [returned]
         turns = [turn for i, output in enumerate(outputs) for turn in server.turns(output, new_row=i > 0)]
         last = outputs[-1]
         reason = server.calls[-1][1].finish_reason if server.calls else "stop"
@@ -96,74 +94,67 @@ class VerlLoop(AgentLoop):
         return Episode(task.key, tuple(turns), reason, outputs[0].prompt_ids, last.reward_score, info)
 
 
-class _Server:
-    """What a loop calls `server_manager`: it generates, and remembers behind which tokens and with what log-probs."""
+class _ServerManager:
+    """Generates for a loop. `calls`: the prompts and outputs, from which log-probs of returned tokens are read."""
 
-    def __init__(self, task: Task, generate: Generate, longest: int) -> None:
-        self._task, self._generate, self._longest = task, generate, longest
-        self._numbers = count()
+    def __init__(self, task: Task, generate: Generate, max_tokens: int) -> None:
+        self._task, self._generate, self._max_tokens, self._count = task, generate, max_tokens, 0
         self.calls: list[tuple[list[int], Output]] = []
 
     async def generate(
         self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> TokenOutput:
         """The tokens that follow `prompt_ids`. ValueError: these leave no room for any."""
-        room, number = self._longest - len(prompt_ids), next(self._numbers)
+        room, size = self._max_tokens - len(prompt_ids), len(prompt_ids)
         if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room (rollout.max_model_len={self._longest})"
-            )
+            raise ValueError(f"a prompt of {size} tokens leaves no room (rollout.max_model_len={self._max_tokens})")
         params = _params(self._task.params, sampling_params)
         params = replace(params, max_tokens=min(params.max_tokens, room))
-        output = await self._generate(prompt_ids, params, (*self._task.key, number) if number else self._task.key)
+        seed = (*self._task.key, self._count) if self._count else self._task.key
+        self._count += 1
+        output = await self._generate(prompt_ids, params, seed)
         self.calls.append((list(prompt_ids), output))
         return TokenOutput(output.token_ids, output.log_probs, output.finish_reason)
 
     def turns(self, output: AgentLoopOutput, *, new_row: bool) -> list[Turn]:
-        """The turns of a row. ValueError: lengths differ, or own tokens are not what was generated there."""
-        ids, mask, given = output.response_ids, output.response_mask, output.response_logprobs
-        if len(mask) != len(ids) or (given is not None and len(given) != len(ids)):
+        """The turns of a row. ValueError: lengths differ, or log-probs of policy tokens are unknown."""
+        ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+        if len(mask) != len(ids) or (log_probs is not None and len(log_probs) != len(ids)):
             raise ValueError("response_ids, response_mask and response_logprobs differ in length")
+        sampled = self._sampled([*output.prompt_ids, *ids])[len(output.prompt_ids) :]
+        version = next((span.weights_version for _, out in reversed(self.calls) for span in reversed(out.spans)), 0)
         turns: list[Turn] = []
-        told: list[int] = []
+        observation: list[int] = []
         prompt = output.prompt_ids if new_row else None
-        last = next((span.weights_version for _, one in reversed(self.calls) for span in reversed(one.spans)), 0)
-        for own, places in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
-            part = list(places)
-            start, end = part[0], part[-1] + 1
-            if not own:
-                told = ids[start:end]
+        for is_policy, group in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
+            positions = list(group)
+            tokens = [ids[i] for i in positions]
+            if not is_policy:
+                observation = tokens
                 continue
-            log_probs, versions = self._sampled([*output.prompt_ids, *ids[:start]], ids[start:end])
-            if given is None and len(log_probs) < end - start:
+            if log_probs is None and not all(sampled[i] for i in positions):
                 raise ValueError("own tokens that no call of generate returned there need response_logprobs")
-            if given is not None:
-                log_probs = given[start:end]
-                versions += [versions[-1] if versions else last] * (end - start - len(versions))
-            turns.append(Turn(ids[start:end], log_probs, spans_of(versions), told, prompt))
-            told, prompt = [], None
-        if told or not turns:
-            turns.append(Turn([], [], (), told or ids[:1], prompt))
+            facts = [sampled[i] or (0.0, version) for i in positions]
+            of_turn = [log_prob for log_prob, _ in facts] if log_probs is None else [log_probs[i] for i in positions]
+            turns.append(Turn(tokens, of_turn, spans_of([version for _, version in facts]), observation, prompt))
+            observation, prompt = [], None
+        if observation or not turns:
+            turns.append(Turn([], [], (), observation or ids[:1], prompt))
         return turns
 
-    def _sampled(self, before: list[int], tokens: list[int]) -> tuple[list[float], list[int]]:
-        """Log-probs and weights versions of `tokens`, as far as calls of `generate` gave them behind `before`."""
-        log_probs: list[float] = []
-        versions: list[int] = []
-        while len(log_probs) < len(tokens):
-            known, rest = [*before, *tokens[: len(log_probs)]], tokens[len(log_probs) :]
-            calls = (one for asked, one in self.calls if asked == known)
-            made = [one for one in calls if one.token_ids and all(map(eq, one.token_ids, rest))]
-            if not made:
-                break
-            longest = max(made, key=lambda one: len(one.token_ids))
-            log_probs += longest.log_probs[: len(rest)]
-            versions += token_versions(longest.spans)[: len(rest)]
-        return log_probs, versions
+    def _sampled(self, row: list[int]) -> list[tuple[float, int] | None]:
+        """Log-prob and weights version of each token of a row; None where no call sampled it behind those before it."""
+        facts: list[tuple[float, int] | None] = [None] * len(row)
+        for prompt, output in self.calls:
+            tokens = [*prompt, *output.token_ids]
+            agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, tokens, strict=False)))
+            pairs = zip(output.log_probs, token_versions(output.spans), strict=True)
+            facts[len(prompt) : agreeing] = [*pairs][: max(agreeing - len(prompt), 0)]
+        return facts
 
 
-def _params(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    known = {name: given[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if name in given}
-    known |= {"max_tokens": given["max_new_tokens"]} if "max_new_tokens" in given else {}
-    known |= {"stop_token_ids": tuple(given["stop_token_ids"])} if given.get("stop_token_ids") else {}
+def _params(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    known = {name: changes[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if name in changes}
+    known |= {"max_tokens": changes["max_new_tokens"]} if "max_new_tokens" in changes else {}
+    known |= {"stop_token_ids": tuple(changes["stop_token_ids"])} if changes.get("stop_token_ids") else {}
     return replace(params, **known)

@@ -6,14 +6,15 @@ Shapes of volcengine/verl, verl/tools/base_tool.py, function_tool.py and schemas
 import asyncio
 import inspect
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from valor.agents.formats import Schema
-from valor.agents.tool_runner import ToolFailed
+from valor.agents.tool_runner import release
 from valor.agents.tool_sources import FunctionTool, schema_of
 from valor.agents.tools import EpisodeTools, Run, ToolResult, ToolSource, as_text, tool_kwargs
 from valor.errors import UserError
@@ -33,7 +34,7 @@ class _Function(BaseModel, extra="allow"):
 
 
 class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
-    """What the policy is told of a tool."""
+    """A tool's description for the policy."""
 
     type: str = "function"
     function: _Function
@@ -75,68 +76,57 @@ class BaseTool:
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of the whole episode, asked for when it has ended."""
+        """The reward of the episode, computed when it has ended."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Let go of an instance."""
+        """Delete an instance."""
 
 
 def base_tool_source(tools: Sequence[BaseTool]) -> ToolSource:
     """Instances of BaseTool as tools; an episode has those that its row selects."""
     schemas: list[Schema] = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
-    return ToolSource(schemas, partial(_Instances, {tool.name: tool for tool in tools}))
+    return ToolSource(schemas, partial(_instances_episode, {tool.name: tool for tool in tools}))
 
 
-class _Instances(EpisodeTools):
-    takes_kwargs = True
+@asynccontextmanager
+async def _instances_episode(
+    tools: Mapping[str, BaseTool], run: Run, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[EpisodeTools]:
+    """What `create` answers beside the id is not shown to the policy, as in verl."""
+    ids: dict[str, str] = {}
+    locks = {name: asyncio.Lock() for name in names}
 
-    def __init__(self, tools: Mapping[str, BaseTool], run: Run) -> None:
-        self._tools, self._run = tools, run
-        self._ids: dict[str, str] = {}
-        self._locks = {name: asyncio.Lock() for name in tools}
-        self._kwargs: dict[str, Mapping[str, Any]] = {}
+    def kwargs_of(name: str, method: str) -> dict[str, Any]:
+        return dict(tool_kwargs(row).get(name, {}).get(f"{method}_kwargs") or {})
 
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """What `create` answers beside the id is not shown to the policy, as in verl."""
-        self._kwargs = tool_kwargs(row)
+    async def call(name: str, method: str, *arguments: Any) -> Any:
+        function = partial(getattr(tools[name], method), ids[name], *arguments)
+        label = name if method == "execute" else f"{name}.{method}"
+        return await run(function, kwargs_of(name, method), name=label, lock=locks[name])
+
+    async def execute(name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return verl_result(await call(name, "execute", dict(arguments)))
+
+    async def close(name: str) -> None:
+        await release(call(name, "release"))
+
+    async def reward() -> float:
+        return sum([float(await call(name, "calc_reward")) for name in judges])
+
+    async with AsyncExitStack() as releases:
         for name in names:
-            given = self._kwargs_for(name, "create")
-            parameters = inspect.signature(self._tools[name].create).parameters
-            takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-            keywords = given if takes_any or "create_kwargs" not in parameters else {}
-            if takes_any or "create_kwargs" in parameters:
-                keywords = {**keywords, "create_kwargs": given}
-            created = await self._run(
-                self._tools[name].create, {"instance_id": uuid.uuid4().hex, **keywords}, lock=self._locks[name]
-            )
-            self._ids[name] = created[0] if isinstance(created, tuple) else created
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return verl_result(await self._method(name, "execute", dict(arguments)))
-
-    async def reward(self) -> float | None:
-        giving = [name for name in self._ids if type(self._tools[name]).calc_reward is not BaseTool.calc_reward]
-        rewards = [float(await self._method(name, "calc_reward")) for name in giving]
-        return sum(rewards) if rewards else None
-
-    async def close(self) -> None:
-        failures = []
-        for name in self._ids:
-            try:
-                await self._method(name, "release")
-            except ToolFailed as failure:  # the others are released all the same
-                failures.append(failure)
-        self._ids = {}
-        if failures:
-            raise failures[0]
-
-    async def _method(self, name: str, method: str, *arguments: Any) -> Any:
-        function = partial(getattr(self._tools[name], method), self._ids[name], *arguments)
-        return await self._run(function, self._kwargs_for(name, method), lock=self._locks[name])
-
-    def _kwargs_for(self, name: str, method: str) -> dict[str, Any]:
-        return dict(self._kwargs.get(name, {}).get(f"{method}_kwargs") or {})
+            kwargs, create = kwargs_of(name, "create"), tools[name].create
+            parameters = inspect.signature(create).parameters
+            if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                kwargs = {**kwargs, "create_kwargs": kwargs}
+            elif "create_kwargs" in parameters:
+                kwargs = {"create_kwargs": kwargs}
+            created = await run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
+            ids[name] = created[0] if isinstance(created, tuple) else created
+            releases.push_async_callback(close, name)
+        judges = [name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward]
+        yield EpisodeTools({name: partial(execute, name) for name in names}, reward=reward if judges else None)
 
 
 def verl_result(value: Any) -> ToolResult:
@@ -153,8 +143,7 @@ def verl_result(value: Any) -> ToolResult:
     if any(getattr(answer, kind, None) for kind in ("image", "video")):  # verl's own ToolResponse has them
         raise TypeError("images and videos are not supported")
     text = getattr(answer, "text", answer)
-    text = "" if text is None else as_text(text)
-    return ToolResult(text, float(reward or 0.0), metrics=dict(metrics or {}))
+    return ToolResult("" if text is None else as_text(text), float(reward or 0.0), metrics=dict(metrics or {}))
 
 
 def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:
@@ -165,8 +154,8 @@ def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any =
     """
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        given = schema.model_dump(exclude_unset=True) if isinstance(schema, BaseModel) else schema
-        described: Schema = given or schema_of(function, None if callable(name) else name)
+        explicit = schema.model_dump(exclude_unset=True) if isinstance(schema, BaseModel) else schema
+        described: Schema = explicit or schema_of(function, None if callable(name) else name)
         function.valor_tool = FunctionTool(function, described, verl_result)  # type: ignore[attr-defined]
         return function
 

@@ -1,14 +1,8 @@
-"""The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
+"""The mathematics of Valor: pure functions on tensors and floats. The names imported here are the public interface."""
 
-from valor.algorithms import (  # noqa: F401  # they register
-    critic_gate,
-    gae,
-    group_relative,
-    policy_gradient,
-    reinforce,
-    trust_regions,
-    vtrace,
-)
+# ruff: noqa: F401
+
+from valor.algorithms import critic_gate, gae, group_relative, policy_gradient, reinforce, trust_regions, vtrace
 from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress, quantile_targets
 from valor.algorithms.critic_gate import shards, where_critics_tell
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
@@ -52,23 +46,3 @@ from valor.algorithms.reward_shaping import (
 from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_weights
 from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, quantiles_of, tail_mean, value_loss
-
-__all__ = ["ADVANTAGES", "LOSS_AGG_MODES", "POLICY_LOSSES", "VALUE_LOSSES", "Capability", "KLController", "LossInputs"]
-__all__ += ["advantages_with_missing_rewards", "advantages_with_progress", "aggregate_loss", "apply_missing_reward"]
-__all__ += ["binarize", "bradley_terry_loss", "compute_advantages", "critic_advantages", "describe_algorithms"]
-__all__ += ["draw_reward_mask", "filter_groups", "full_kl_from_logits", "hl_gauss_value", "keep_masked", "kl_penalty"]
-__all__ += [
-    "last_token",
-    "load_custom",
-    "log_ratio",
-    "loss_denominator",
-    "masked_count",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-]
-__all__ += ["masked_whiten", "mismatch_sums", "off_policy_metrics", "overlong_penalty", "pf_ppo_resample"]
-__all__ += ["pf_ppo_weights", "place_at_end", "policy_loss", "positive_nll", "progress", "quantile_targets"]
-__all__ += ["quantiles_of", "ratio_metrics", "register_advantage", "register_policy_loss", "register_value_loss"]
-__all__ += ["rollout_correction", "shards", "subtract_divergence", "tail_mean", "value_at_end", "value_loss"]
-__all__ += ["where_critics_tell"]

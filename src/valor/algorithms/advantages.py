@@ -43,15 +43,8 @@ def compute_advantages(
         raise UserError(f"{name} needs the critic's values: pass values, or choose an estimator without a critic")
     if entry.capability.needs_greedy_baseline and reward_baselines is None:
         raise UserError(f"{name} needs reward_baselines: the reward of a greedy response to each prompt")
-    common: dict[str, Any] = {
-        "rewards": rewards,
-        "response_mask": response_mask,
-        "values": values,
-        "group_ids": group_ids,
-        "reward_baselines": reward_baselines,
-        "gamma": gamma,
-        "lam": lam,
-    }
+    common: dict[str, Any] = {"rewards": rewards, "response_mask": response_mask, "values": values, "gamma": gamma}
+    common |= {"lam": lam, "group_ids": group_ids, "reward_baselines": reward_baselines}
     with torch.no_grad():
         takes_part = (response_mask != 0).any(1)
         if sample_mask is not None:
@@ -63,17 +56,17 @@ def compute_advantages(
             return torch.zeros_like(rewards), torch.zeros_like(rewards)
         if group_ids is not None and not isinstance(group_ids, Tensor):
             common["group_ids"] = [group_ids[row] for row in keep.tolist()]
-        parts = entry.call(*(_of_samples(given, keep, len(rewards)) for given in (common, options)))
+        parts = entry.call(_of_samples(common, keep, len(rewards)), _of_samples(options, keep, len(rewards)))
         advantages, returns = (torch.zeros_like(rewards).index_copy_(0, keep, part) for part in parts)
         return advantages, returns
 
 
 def _of_samples(value: Any, keep: Tensor, size: int) -> Any:
-    """What of tensors with a row for each of all `size` samples is of the samples `keep`; other values as they are."""
+    """Selects rows `keep` of tensors whose first dimension is `size`."""
     if isinstance(value, dict):
         return {key: _of_samples(item, keep, size) for key, item in value.items()}
-    of_samples = isinstance(value, Tensor) and value.ndim > 0 and len(value) == size
-    return value[keep.to(value.device)] if of_samples else value
+    by_sample = isinstance(value, Tensor) and value.ndim > 0 and len(value) == size
+    return value[keep.to(value.device)] if by_sample else value
 
 
 def progress(values: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
@@ -122,4 +115,4 @@ def quantile_targets(name: str, *, quantiles: Tensor, **inputs: Any) -> Tensor:
     and its regularisers of the tails are not here. inputs: as in `compute_advantages`.
     """
     levels = quantiles.unbind(-1)
-    return torch.stack([compute_advantages(name, **{**inputs, "values": one})[1] for one in levels], -1)
+    return torch.stack([compute_advantages(name, **{**inputs, "values": level})[1] for level in levels], -1)

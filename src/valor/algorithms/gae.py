@@ -1,14 +1,13 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, zeroed
+from valor.algorithms.reductions import keep_masked, last_token, masked_whiten
 from valor.algorithms.registry import choose, register_advantage
-from valor.algorithms.scan import Packing, credit_policy_tokens, suffix_scan, sums_to_go
+from valor.algorithms.scan import at_next_token, credit_policy_tokens, suffix_scan
 from valor.algorithms.turns import Turns
 from valor.errors import UserError
 
@@ -62,21 +61,23 @@ def gae(
     if not all(0.0 <= share <= 1.0 for share in (gamma, *lambdas, gamma_turn, lam_turn, *(lam_positions or ()))):
         raise UserError("gamma and lam, gamma_turn and lam_turn, lam_positions must be between 0 and 1")
     end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
+    rewards = credit_policy_tokens(rewards, response_mask, reward_on_masked)
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
-        more = (adaptive_lam_alpha, lam_positions, reward_on_masked)
-        advantages, returns, moments = token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
+        of_actor, of_critic = lambdas
+        by_row = _lam_by_row(adaptive_lam_alpha, lam_positions, response_mask)
+        advantages, returns = token_gae(
+            rewards, values, response_mask, gamma, (of_actor if by_row is None else by_row, of_critic), end
+        )
     else:
         if adaptive_lam_alpha is not None or lam_positions:
             raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")
-        rewards = credit_policy_tokens(rewards, response_mask, reward_on_masked)
-        turns, moments = Turns(turn_ids, response_mask), None
+        turns = Turns(turn_ids, response_mask)
         assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
         of_turns = (gamma_turn, lam_turn)
         advantages, returns = _turn_gae(gae_unit, rewards, values, turns, of_turns, gamma, lambdas, end)
-    masked_whiten(advantages, response_mask, scope=whitening, moments=moments, out=advantages)
-    return advantages, returns
+    return masked_whiten(advantages, response_mask, scope=whitening), returns
 
 
 End = tuple[Tensor, Tensor | None]  # which rows were cut off [B], and their value after the end [B]
@@ -85,53 +86,29 @@ End = tuple[Tensor, Tensor | None]  # which rows were cut off [B], and their val
 def token_gae(
     rewards: Tensor,
     values: Tensor,
-    response_mask: Tensor,
+    mask: Tensor,
     gamma: float,
-    lambdas: tuple[float, float],
+    lambdas: tuple[float | Tensor, float | Tensor],
     end: End | None = None,
-    adaptive_lam_alpha: float | None = None,
-    lam_positions: Sequence[float] | None = None,
-    reward_on_masked: str = "carry",
-) -> tuple[Tensor, Tensor, Moments]:
-    """Advantages and returns [B, T] of `gae` before whitening, and the moments of the advantages."""
-    if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
-        raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
-    if adaptive_lam_alpha is not None and lam_positions:
-        raise UserError("adaptive_lam_alpha and lam_positions both say which lambda the advantages have: drop one")
-    lam_actor, lam_critic = lambdas
-    advantages, returns = torch.empty_like(values), torch.empty_like(values)
-    decay: float | Tensor = gamma * lam_actor
-    if adaptive_lam_alpha is not None:
-        lengths = response_mask.sum(1).clamp(min=1).double()
-        decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of `gae` before whitening, from rewards that are 0 at masked positions.
+
+    lambdas: of the advantages and of the returns; each a number, [B, 1] or [B, T].
+    """
+    value = keep_masked(values, mask)
     if end is not None:
-        rewards = add_end_values(rewards, values, response_mask, *end, gamma)
-    one_lambda = adaptive_lam_alpha is None and not lam_positions and lam_actor == lam_critic
-    # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
-    telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None
+        rewards = add_end_values(rewards, value, mask, *end, gamma)
 
-    def of_rows(rows: slice) -> Moments:
-        mask = response_mask[rows]
-        value = zeroed(values[rows], mask)
-        if telescopes:
-            target = sums_to_go(rewards[rows], mask, reward_on_masked, out=returns[rows])
-            return Moments.of(torch.sub(target, value, out=advantages[rows]), mask)
-        reward = credit_policy_tokens(rewards[rows], mask, reward_on_masked)
-        packing = Packing(mask)
-        packed_value = packing.pack(value)
-        delta = packing.pack(reward).sub_(packed_value)
-        delta[:, :-1].add_(packed_value[:, 1:], alpha=gamma)
-        fading = decay[rows] if isinstance(decay, Tensor) else decay
-        if lam_positions:
-            fading = gamma * packing.pack(lam_along(lam_positions, mask))
-        advantage = suffix_scan(delta, fading)
-        target = advantage if one_lambda else suffix_scan(delta, gamma * lam_critic)
-        advantage = packing.unpack(advantage, out=advantages[rows])
-        target = advantage if one_lambda else packing.unpack(target, out=returns[rows])
-        torch.add(target, value, out=returns[rows])
-        return Moments.of(advantage, mask)
+    def by(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(lam, Tensor) and lam == 1.0:  # the TD errors add up to the return minus V
+            target = suffix_scan(rewards, gamma, mask)
+            return target - value, target
+        delta = rewards + gamma * at_next_token(value, mask) - value
+        advantage = suffix_scan(delta, gamma * lam, mask)
+        return advantage, advantage + value
 
-    return advantages, returns, reduce(Moments.merge, over_rows(of_rows, values), Moments())
+    advantages, returns = by(lambdas[0])
+    return advantages, returns if lambdas[1] is lambdas[0] else by(lambdas[1])[1]
 
 
 def _turn_gae(
@@ -154,7 +131,7 @@ def _turn_gae(
     """
     reward, value = turns.total(rewards), turns.first(values)
     gamma_turn, lam_turn = of_turns
-    advantage, target, _ = token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
+    advantage, target = token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
     if unit == "bilevel":
         return _gae_inside_turns(rewards, values, turns, turns.spread(target - reward), gamma, lambdas)
     if not gamma == lambdas[0] == lambdas[1] == 1.0:
@@ -176,15 +153,22 @@ def _gae_inside_turns(
     their first tokens. At λ_turn = 1 no such value is left and the numbers are the same. An episode of one turn is
     plain GAE; turns of one token are the unit turn; at γ = γ_turn = λ = λ_turn = 1 all is plain GAE.
     """
-    packing = Packing(turns.mask)
-    value, inner = packing.pack(zeroed(values, turns.mask)), packing.pack(turns.mask - turns.starts.to(values.dtype))
-    goes_on = torch.cat([inner[:, 1:], torch.zeros_like(inner[:, :1])], 1)  # the next policy token is of the same turn
-    delta = packing.pack(rewards) - value + packing.pack(after) * (1.0 - goes_on)
-    delta[:, :-1] += gamma * value[:, 1:] * goes_on[:, :-1]
-    advantages, returns = (
-        packing.unpack(suffix_scan(delta, gamma * lam * goes_on), out=torch.empty_like(values)) for lam in lambdas
-    )
-    return advantages, returns.add_(zeroed(values, turns.mask))
+    mask, value = turns.mask, keep_masked(values, turns.mask)
+    goes_on = at_next_token(mask - turns.starts.to(mask.dtype), mask)  # 1: the next policy token is of the same turn
+    delta = rewards - value + after * (1.0 - goes_on) + gamma * at_next_token(value, mask) * goes_on
+    advantages, returns = (suffix_scan(delta, gamma * lam * goes_on, mask) for lam in lambdas)
+    return advantages, returns + value
+
+
+def _lam_by_row(alpha: float | None, lam_positions: Sequence[float] | None, mask: Tensor) -> Tensor | None:
+    """λ of the advantages, [B, 1] by the length of the row or [B, T] by position; None: one number."""
+    if alpha is None:
+        return lam_along(lam_positions, mask) if lam_positions else None
+    if lam_positions:
+        raise UserError("adaptive_lam_alpha and lam_positions both say which lambda the advantages have: drop one")
+    if alpha <= 0:
+        raise UserError(f"adaptive_lam_alpha must be positive, got {alpha}")
+    return (1.0 - 1.0 / (alpha * mask.sum(1, keepdim=True).clamp(min=1).double())).clamp(min=0.0)
 
 
 def lam_along(lam_positions: Sequence[float], response_mask: Tensor) -> Tensor:
@@ -192,9 +176,9 @@ def lam_along(lam_positions: Sequence[float], response_mask: Tensor) -> Tensor:
     between those that are given."""
     points = torch.tensor([*lam_positions, lam_positions[-1]], dtype=torch.float64, device=response_mask.device)
     number = response_mask.double().cumsum(1)
-    place = (number - 1).clamp(min=0) * (len(lam_positions) - 1) / (number[:, -1:] - 1).clamp(min=1)
-    left = place.floor().long()
-    return points[left].lerp(points[left + 1], place - left)
+    at = (number - 1).clamp(min=0) * (len(lam_positions) - 1) / (number[:, -1:] - 1).clamp(min=1)
+    left = at.floor().long()
+    return points[left].lerp(points[left + 1], at - left)
 
 
 def add_end_values(

@@ -52,9 +52,9 @@ def grpo_passk(
     best gives 0; a group of one gives 0 (verl raises).
     """
     groups, scores = scored_groups(rewards, response_mask, group_ids)
-    place = torch.arange(scores.shape[0], device=scores.device)
+    number = torch.arange(scores.shape[0], device=scores.device)
     best = scores == groups.extreme(scores, "amax")
-    first_best = place == groups.extreme(place.masked_fill(~best, scores.shape[0]), "amin")
+    first_best = number == groups.extreme(number.masked_fill(~best, scores.shape[0]), "amin")
     second = groups.extreme(scores.masked_fill(first_best, -torch.inf), "amax")
     gap = torch.where(first_best & ~groups.singleton, scores.double() - second, 0.0)
     if norm_adv_by_std_in_grpo:
@@ -137,8 +137,7 @@ def gdpo(
     total = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
     for key, scores in component_scores.items():
         total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
-    advantage = spread_over_tokens(total, response_mask)
     left_out = groups.singleton.unsqueeze(1) & (singleton == "zero")
     compared = response_mask.masked_fill(left_out, 0.0)
-    masked_whiten(advantage, compared, scope=whitening, out=advantage)
+    advantage = masked_whiten(spread_over_tokens(total, response_mask), compared, scope=whitening)
     return advantage, advantage

@@ -24,10 +24,10 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
     if isinstance(group_ids, Tensor):
         index = torch.unique(group_ids, return_inverse=True)[1]
     else:
-        place: dict[Any, int] = {}  # of an id, in order of first appearance
-        to_list = getattr(group_ids, "tolist", None)  # numpy's elements hash slowly
-        ids = to_list() if to_list else group_ids
-        index = torch.tensor([place.setdefault(one, len(place)) for one in ids], dtype=torch.int64)
+        numbers: dict[Any, int] = {}  # in order of first appearance
+        ids: Any = group_ids
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids  # numpy's elements hash slowly
+        index = torch.tensor([numbers.setdefault(group, len(numbers)) for group in ids], dtype=torch.int64)
     if index.shape != (size,):
         raise UserError(f"group_ids must hold one id per sample: {size} samples, ids of shape {tuple(index.shape)}")
     return index.to(device)

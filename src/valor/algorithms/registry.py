@@ -1,10 +1,10 @@
-"""Things by name, and named algorithms: what is registered, what each needs, and which options it takes."""
+"""Registries by name; algorithms with what each needs and which options it takes."""
 
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from valor.errors import UserError, did_you_mean
 from valor.user_files import load_file
@@ -15,29 +15,24 @@ Thing = TypeVar("Thing")
 
 def choose(name: str, known: Iterable[str], what: str) -> str:
     """`name` if it is one of `known`; else a UserError that names the nearest ones."""
-    names = list(known)
-    if name in names:
+    if name in (names := list(known)):
         return name
-    raise _unknown(name, names, what)
-
-
-def _unknown(name: str, known: Collection[str], what: str) -> UserError:
-    hint = did_you_mean(str(name), known, cutoff=0.5) or f"; known: {', '.join(known)}"
-    return UserError(f"unknown {what} '{name}'{hint}")
+    hint = did_you_mean(str(name), names, cutoff=0.5) or f"; known: {', '.join(names)}"
+    raise UserError(f"unknown {what} '{name}'{hint}")
 
 
 class Named(dict[str, Thing]):
-    """Things of one `kind` by their names; to look up a name that is not there is a UserError."""
+    """Objects of one `kind` by name; an unknown name is a UserError."""
 
     def __init__(self, kind: str, things: Mapping[str, Thing] | None = None) -> None:
         super().__init__(things or {})
         self.kind = kind
 
-    def __missing__(self, name: str) -> NoReturn:
-        raise _unknown(name, self, self.kind)
+    def __missing__(self, name: str) -> Thing:
+        return self[choose(name, self, self.kind)]
 
     def register(self, name: str) -> Callable[[Function], Function]:
-        """Decorator that adds a function or a class under `name`, in place of another one of that name."""
+        """Decorator that adds a function or a class under `name`, or replaces it."""
 
         def add(function: Function) -> Function:
             self[name] = cast(Thing, function)
@@ -48,14 +43,14 @@ class Named(dict[str, Thing]):
 
 @dataclass(frozen=True)
 class Capability:
-    """What an algorithm needs from the run and goes well with; checked before any model is loaded.
+    """What an algorithm needs from the run; checked before any model is loaded.
 
-    summary, paper: what tables say of it, in place of its docstring, and a link.
+    summary, paper: a description in place of its docstring, and a link.
     needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
     needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
-    aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any). one_row: a policy loss that
-        has to see a whole sequence at once; episodes of several rows are refused.
+    aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any). one_row: the policy loss is
+        defined on complete sequences; episodes of several rows are refused.
     """
 
     summary: str = ""
@@ -69,14 +64,15 @@ class Capability:
     aggregation: str | None = None
     one_row: bool = False
 
-    def given(self) -> list[tuple[str, Any]]:
+    def needs(self) -> list[tuple[str, Any]]:
         """The fields after summary and paper that are not at their default."""
-        return [(one.name, value) for one in fields(self)[2:] if (value := getattr(self, one.name)) != one.default]
+        values = [(field, getattr(self, field.name)) for field in fields(self)[2:]]
+        return [(field.name, value) for field, value in values if value != field.default]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function, its capability, and the `common` inputs that every function of its kind may name."""
+    """A registered function, its capability, and the `common` inputs that functions of its kind may name."""
 
     name: str
     function: Callable[..., Any]
@@ -90,34 +86,30 @@ class Entry:
     @property
     def parameters(self) -> frozenset[str]:
         """The keywords that the function names."""
-        return frozenset(
-            name
-            for name, parameter in inspect.signature(self.function).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
+        parameters = inspect.signature(self.function).parameters.values()
+        return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
     @property
     def options(self) -> frozenset[str]:
-        """The keywords of its own, beyond the common inputs."""
+        """The keywords beyond the common inputs."""
         return self.parameters - self.common
 
     @property
     def takes_any(self) -> bool:
-        kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
-        return inspect.Parameter.VAR_KEYWORD in kinds
+        """Whether it takes keywords that it does not name."""
+        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
 
     def call(self, common: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Calls the function with the `common` inputs that it names, and all `options`, each of which it must know."""
-        parameters, takes_any = self.parameters, self.takes_any
-        if not takes_any:
-            for option in options:
-                choose(option, sorted(self.options), f"option of {self.name}")
-        wanted = common if takes_any else {name: value for name, value in common.items() if name in parameters}
-        return self.function(**wanted, **options)
+        if self.takes_any:
+            return self.function(**common, **options)
+        for option in options:
+            choose(option, sorted(self.options), f"option of {self.name}")
+        return self.function(**{name: common[name] for name in common.keys() & self.parameters}, **options)
 
 
 class Registry(Named[Entry]):
-    """Algorithms of one kind, which register themselves: ours and users' by the same decorator."""
+    """Algorithms of one kind; built-in ones and users' register by the same decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
@@ -129,8 +121,7 @@ class Registry(Named[Entry]):
     def register(self, name: str, **capability: Any) -> Callable[[Function], Function]:
         """Decorator that adds a function under `name`; keywords are fields of `Capability`.
 
-        Registering the same source function again (a file imported twice) replaces it; another function under a name
-        that is taken is a UserError.
+        The same source function again (a file imported twice) replaces it; another one is a UserError.
         """
 
         def add(function: Function) -> Function:
@@ -148,8 +139,8 @@ def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
 
 
-# A function takes by keyword those of the inputs here that it names, and options of its own. An estimator returns
-# (advantages, returns), both [B, T].
+# A function gets by keyword the inputs here that it names, and its options. An estimator returns (advantages, returns),
+# both [B, T].
 ADVANTAGES = Registry(
     "advantage estimator", "rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"
 )
@@ -175,13 +166,13 @@ def load_custom(path: str | None) -> None:
 
 
 def describe_algorithms() -> str:
-    """The registries as text: each name with its summary, else the first paragraph of its docstring; paper; needs."""
+    """Text of all registries: each name with its summary or first paragraph of the docstring, paper, needs."""
     lines: list[str] = []
     for registry in Registry.all:
         lines += ["", registry.kind] if lines else [registry.kind]
         for name, entry in registry.items():
             about = entry.capability.summary or (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
-            needs = ", ".join(f"{key}={value}" for key, value in entry.capability.given())
+            needs = ", ".join(f"{key}={value}" for key, value in entry.capability.needs())
             head, indent = f"  {name:<30} ", " " * 33
             lines += textwrap.wrap(about, 120, initial_indent=head, subsequent_indent=indent) or [head]
             lines += [indent + line for line in (entry.capability.paper, needs) if line]

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, scored_groups, spread_over_tokens
-from valor.algorithms.reductions import masked_whiten
+from valor.algorithms.reductions import keep_masked, masked_whiten
 from valor.algorithms.registry import choose, register_advantage
-from valor.algorithms.scan import Packing, returns_to_go
+from valor.algorithms.scan import returns_to_go
 
 
 @register_advantage("reinforce_plus_plus")
@@ -44,10 +44,9 @@ def reinforce_plus_plus_baseline(
     groups, scores = scored_groups(rewards, response_mask, group_ids)
     choose(singleton, SINGLETON, "singleton")
     centred = scores.double() - groups.mean(scores).masked_fill(groups.singleton, 0.0)
-    advantage = spread_over_tokens(centred, response_mask)
-    masked_whiten(advantage, response_mask, scope=whitening, out=advantage)
-    if singleton == "zero" and bool(groups.singleton.any()):
-        advantage.masked_fill_(groups.singleton.unsqueeze(1), 0.0)
+    advantage = masked_whiten(spread_over_tokens(centred, response_mask), response_mask, scope=whitening)
+    if singleton == "zero":
+        advantage = advantage.masked_fill(groups.singleton.unsqueeze(1), 0.0)
     return advantage, advantage
 
 
@@ -92,19 +91,20 @@ def optimal_token_baseline(
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
     mask = response_mask.to(rewards.dtype)
     returns = returns_to_go(rewards, mask, 1.0, reward_on_masked)
-    weights = old_log_probs.exp().mul_(-2.0).add_(1.0).add_(sum_pi_squared)
+    weight = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
     if rollout_is_weights is not None:
-        weights.mul_(rollout_is_weights).mul_(rollout_is_weights)
-    weights.masked_fill_(~mask.bool(), 0.0)
-    packing = Packing(mask) if compact else None
-    gain, weight, present = (x if packing is None else packing.pack(x) for x in (returns, weights, mask))
-    energy = weight.cumsum(1).mul_(present)
+        weight = weight * rollout_is_weights * rollout_is_weights
+    gain, weight, present = returns, keep_masked(weight, mask), mask
+    token = (mask.cumsum(1) - 1).clamp(min=0).long()  # its number among the policy tokens of the row
+    if compact:
+        gain, weight, present = (torch.zeros_like(x).scatter_add(1, token, x) for x in (gain, weight, present))
+    energy = weight.cumsum(1) * present
     baseline = _per_group(gain * energy, groups) / (_per_group(energy, groups) + 1e-8)
     baseline.masked_fill_(_per_group(present, groups) <= 1, 0.0)  # a step that only one sample reaches
-    advantage = (gain - baseline.index_select(0, groups.index)).mul_(present)
-    if choose(singleton, SINGLETON, "singleton") == "zero" and bool(groups.singleton.any()):
-        advantage.masked_fill_(groups.singleton.unsqueeze(1), 0.0)
-    return (advantage if packing is None else packing.unpack(advantage, out=torch.empty_like(returns))), returns
+    advantage = (gain - baseline.index_select(0, groups.index)) * present
+    if choose(singleton, SINGLETON, "singleton") == "zero":
+        advantage = advantage.masked_fill(groups.singleton.unsqueeze(1), 0.0)
+    return (keep_masked(advantage.gather(1, token), mask) if compact else advantage), returns
 
 
 def _per_group(x: Tensor, groups: Groups) -> Tensor:

@@ -24,8 +24,8 @@ MISSING_REWARD: tuple[str, ...] = ("zero", "bootstrap", "exclude", "critic")
 def place_at_end(scores: Tensor, response_mask: Tensor) -> Tensor:
     """[B, T] rewards that hold scores [B] at the last policy token of each row (nowhere in a row without any)."""
     last = last_token(response_mask).unsqueeze(1)
-    kept = keep_masked(scores.float().unsqueeze(1), response_mask.gather(1, last))
-    return torch.zeros_like(response_mask, dtype=torch.float32).scatter_(1, last, kept)
+    score = keep_masked(scores.float().unsqueeze(1), response_mask.gather(1, last))
+    return torch.zeros_like(response_mask, dtype=torch.float32).scatter_(1, last, score)
 
 
 def value_at_end(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -143,8 +143,8 @@ def advantages_with_missing_rewards(
     )
     if missing_reward == "critic":
         rows = missing.bool().unsqueeze(1)
-        own_advantages, own_returns = critic_advantages(_require(values, "critic"), response_mask, whitening="none")
-        advantages, returns = own_advantages.where(rows, advantages), own_returns.where(rows, returns)
+        by_critic = critic_advantages(_require(values, "critic"), response_mask, whitening="none")
+        advantages, returns = by_critic[0].where(rows, advantages), by_critic[1].where(rows, returns)
     if whitens:
         advantages = masked_whiten(advantages, loss_mask, scope=whitening)
     if flip:

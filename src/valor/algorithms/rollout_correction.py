@@ -52,7 +52,7 @@ def rollout_correction(
     be counted.
     """
     x = keep_masked(log_ratio(log_probs, rollout_log_probs), response_mask)
-    weights, kept, metrics = None, response_mask, {}
+    weights, accepted, metrics = None, response_mask, {}
     if rollout_is is not None:
         weights, more = importance_weights(
             x, response_mask, rollout_is, rollout_is_threshold, batch_normalize=rollout_is_batch_normalize
@@ -61,9 +61,9 @@ def rollout_correction(
     if rollout_rs is not None:
         if rollout_rs_threshold is None:
             raise UserError(f"rollout_rs={rollout_rs} needs rollout_rs_threshold")
-        kept, more = rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
+        accepted, more = rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
         metrics |= more
-    return RolloutCorrection(weights, kept, metrics)
+    return RolloutCorrection(weights, accepted, metrics)
 
 
 def importance_weights(

@@ -135,7 +135,7 @@ def clip_cov(
     clip_cov_lb < cov < clip_cov_ub that the clip leaves alone (https://arxiv.org/abs/2505.22617). Draws come from
     `generator`.
 
-    Metrics: pg_clipfrac, pg_clipfrac_cov (tokens held back), ppo_kl.
+    Metrics: pg_clipfrac, pg_clipfrac_cov (tokens without gradient), ppo_kl.
     """
     log_ratio, covariance = inputs.log_ratio(), _covariance(inputs)
     loss, binds = clipped(inputs, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
@@ -143,15 +143,15 @@ def clip_cov(
     candidates = (eligible & (inputs.response_mask != 0)).flatten().nonzero().squeeze(1)
     number = max(int(clip_cov_ratio * int((inputs.response_mask != 0).sum())), 1)
     order = torch.randperm(len(candidates), generator=generator, device=generator.device if generator else "cpu")
-    held_back = torch.zeros(log_ratio.numel(), dtype=torch.bool, device=log_ratio.device)
-    held_back[candidates[order[:number].to(candidates.device)]] = True
-    held_back = held_back.view_as(log_ratio)
+    without_gradient = torch.zeros(log_ratio.numel(), dtype=torch.bool, device=log_ratio.device)
+    without_gradient[candidates[order[:number].to(candidates.device)]] = True
+    without_gradient = without_gradient.view_as(log_ratio)
     metrics = {
         "pg_clipfrac": inputs.fraction(binds),
-        "pg_clipfrac_cov": inputs.fraction(held_back),
+        "pg_clipfrac_cov": inputs.fraction(without_gradient),
         "ppo_kl": inputs.fraction(-log_ratio),
     }
-    return inputs.aggregate(loss.masked_fill(held_back, 0.0)), metrics
+    return inputs.aggregate(loss.masked_fill(without_gradient, 0.0)), metrics
 
 
 @register_policy_loss("kl_cov")

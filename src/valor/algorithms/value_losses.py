@@ -155,8 +155,8 @@ def tail_mean(atoms: Tensor, weights: Tensor, low: float = 0.0, high: float = 1.
 def quantiles_of(atoms: Tensor, weights: Tensor) -> Tensor:
     """[..., K] F⁻¹(τ_i) of a distribution on rising `atoms` [K]: the first one at which F reaches τ_i."""
     levels = quantile_levels(len(atoms)).to(weights).expand_as(weights).contiguous()
-    found = torch.searchsorted(weights.cumsum(-1).contiguous(), levels)
-    return atoms[found.clamp(max=len(atoms) - 1)]
+    index = torch.searchsorted(weights.cumsum(-1).contiguous(), levels)
+    return atoms[index.clamp(max=len(atoms) - 1)]
 
 
 def _clipped(

@@ -1,13 +1,12 @@
 """Value targets and advantages of the present policy from samples of another one: V-trace."""
 
-import torch
 from torch import Tensor
 
 from valor.algorithms.gae import add_end_values, token_gae
 from valor.algorithms.ppo import LOG_RATIO_BOUND
-from valor.algorithms.reductions import log_ratio, masked_whiten, zeroed
+from valor.algorithms.reductions import keep_masked, log_ratio, masked_whiten
 from valor.algorithms.registry import register_advantage
-from valor.algorithms.scan import Packing, credit_policy_tokens, suffix_scan
+from valor.algorithms.scan import at_next_token, credit_policy_tokens, suffix_scan
 from valor.errors import UserError
 
 
@@ -43,28 +42,25 @@ def vtrace(
     is V of a policy between the two. With the paper's c_bar of 1 the bound of b_t does nothing. A larger one makes up
     for γλ < 1 where a ratio is above 1; without the bound the product of c_t grows exponentially with the length.
     """
-    of_actor, of_critic = (lam if own is None else own for own in (lam_actor, lam_critic))
+    of_actor, of_critic = (lam if special is None else special for special in (lam_actor, lam_critic))
     if not all(0.0 <= share <= 1.0 for share in (gamma, of_actor, of_critic)):
         raise UserError("gamma and lam must be between 0 and 1")
     if not (rho_bar >= 1.0 and c_bar >= 1.0):
         raise UserError(f"rho_bar and c_bar of vtrace must be at least 1, got {rho_bar:g} and {c_bar:g}")
     mask = response_mask.to(values.dtype)
-    x = zeroed(log_ratio(old_log_probs, rollout_log_probs), mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    end, rewards = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values), rewards.to(values.dtype)
+    reward = credit_policy_tokens(rewards.to(values.dtype), mask, reward_on_masked)
+    end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
+    x = keep_masked(log_ratio(old_log_probs, rollout_log_probs), mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if not bool(x.any()):
-        settings = (gamma, (of_actor, of_critic), end, None, None, reward_on_masked)
-        advantages, returns, moments = token_gae(rewards, values, mask, *settings)
-        return masked_whiten(advantages, mask, scope=whitening, moments=moments, out=advantages), returns
-    value = zeroed(values, mask)
-    reward = credit_policy_tokens(rewards, mask, reward_on_masked)
+        advantages, returns = token_gae(reward, values, mask, gamma, (of_actor, of_critic), end)
+        return masked_whiten(advantages, mask, scope=whitening), returns
+    value, ratio = keep_masked(values, mask), x.exp()
     if end is not None:
         reward = add_end_values(reward, value, mask, *end, gamma)
-    packing = Packing(mask)
-    ratio, packed_value = packing.pack(x).exp(), packing.pack(value)
-    delta = packing.pack(reward) - packed_value
-    delta[:, :-1] += gamma * packed_value[:, 1:]
+    delta = reward + gamma * at_next_token(value, mask) - value
     weighted, traces = ratio.clamp(max=rho_bar) * delta, ratio.clamp(max=c_bar)
-    following, target = (suffix_scan(weighted, (gamma * lam * traces).clamp(max=1.0)) for lam in (of_actor, of_critic))
-    delta[:, :-1] += gamma * of_actor * following[:, 1:]
-    advantages, returns = (packing.unpack(x, out=torch.empty_like(values)) for x in (delta, target))
-    return masked_whiten(advantages, mask, scope=whitening), returns.add_(value)
+    for_actor, for_critic = (
+        suffix_scan(weighted, (gamma * lam * traces).clamp(max=1.0), mask) for lam in (of_actor, of_critic)
+    )
+    advantages = delta + gamma * of_actor * at_next_token(for_actor, mask)
+    return masked_whiten(advantages, mask, scope=whitening), for_critic + value

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,36 +24,34 @@ def branch_returns(
     """[n, branches] returns of rollouts from the states before (row, token) of `rollouts`; and the tokens they took.
 
     The prompt and the response so far are the branch's prompt; it is sampled as in training, by random numbers that
-    depend on the run's seed, `stream` and the branch's number alone, and graded as a whole. UserError: responses with
-    tokens that the policy did not write, as a branch has no environment to go on in.
+    depend on the run's seed, `stream` and the branch's number alone, and graded with the response before it.
+    UserError: responses with tokens that the policy did not write, as a branch has no environment to go on in.
     """
     seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
     lengths = rollouts["response_lengths"]
     if Episodes(rollouts).forked or bool((rollouts["response_mask"].sum(1) != lengths).any()):
         raise UserError("branches go off answers of one turn, and these have tokens that the policy did not write")
-    rows, tokens = (torch.tensor(column) for column in zip(*points, strict=True))
-
+    rows = torch.tensor([row for row, _ in points])
     so_far = [rollouts["responses"][row, :token].tolist() for row, token in points]
-    asked = [rollouts["prompts"][row, : int(rollouts["prompt_lengths"][row])].tolist() for row, _ in points]
-    prompts, prompt_lengths = pad_rows([a + b for a, b in zip(asked, so_far, strict=True)], torch.long)
-    objects: dict[str, list[Any]] = {
-        name: [rollouts.objects[name][row] for row, _ in points] for name in PROMPT_OBJECTS
-    }
-    objects["uid"] = [f"{row}@{token}" for row, token in points]
-    states = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}, objects).repeat(branches)
+    starts = rollouts.select(("prompts", "prompt_lengths", *PROMPT_OBJECTS)).take(rows)
+    pairs = zip(starts["prompts"].tolist(), starts["prompt_lengths"].tolist(), so_far, strict=True)
+    ids = [[*prompt[:length], *tokens] for prompt, length, tokens in pairs]
+    starts["prompts"], starts["prompt_lengths"] = pad_rows(ids, torch.long)
+    starts.objects["uid"] = [f"{row}@{token}" for row, token in points]
+    states = starts.repeat(branches)
     states["episode_key"] = torch.tensor([[seed, stream, number] for number in range(len(states))])
     # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
-    params = replace(sampling_params(collector.config), max_tokens=limit - int(tokens.min()))
+    params = replace(sampling_params(collector.config), max_tokens=limit - min(map(len, so_far)))
     with phase("branches", len(states), unit="sample"):
         drawn = collector.generation.answer(states, params)
-    ends = [
-        row[: min(int(n), limit - len(so_far[i // branches]))]
-        for i, (row, n) in enumerate(zip(drawn["responses"].tolist(), drawn["response_lengths"], strict=True))
-    ]
-    whole, whole_lengths = pad_rows([so_far[i // branches] + end for i, end in enumerate(ends)], torch.long)
+    before = [tokens for tokens in so_far for _ in range(branches)]
+    pairs = zip(before, drawn["responses"].tolist(), drawn["response_lengths"].tolist(), strict=True)
+    ends = [row[: min(length, limit - len(tokens))] for tokens, row, length in pairs]
     answers = rollouts.select([*_GRADED, *_OBJECTS]).take(rows).repeat(branches)
-    answers["responses"], answers["response_lengths"] = whole, whole_lengths
-    answers["response_mask"] = (torch.arange(whole.shape[1]) < whole_lengths[:, None]).float()
+    responses = [[*tokens, *end] for tokens, end in zip(before, ends, strict=True)]
+    answers["responses"], answers["response_lengths"] = pad_rows(responses, torch.long)
+    width = answers["responses"].shape[1]
+    answers["response_mask"] = (torch.arange(width) < answers["response_lengths"][:, None]).float()
     with phase("reward", len(answers), unit="sample"):
         scores = collector.scores(collector.inputs.with_text(answers))
     to_go = torch.tensor([len(end) - 1 for end in ends])
@@ -65,13 +62,12 @@ def add_branch_values(collector: Collector, batch: Batch, step: int) -> dict[str
     """The batch gains `branch_mask` [B, T], 1 at `algorithm.branch_values.share` of each response's tokens, and
     `branch_values`: there the mean return of branches from the state before the token (VinePPO,
     https://arxiv.org/abs/2410.01679). Returns what it cost."""
-    asked = collector.config.algorithm.branch_values
+    settings, gamma = collector.config.algorithm.branch_values, collector.config.algorithm.gamma
     points = []
     for row, length in enumerate(batch["response_lengths"].tolist()):
-        count = max(round(asked.share * length), 1) if length else 0
+        count = max(round(settings.share * length), 1) if length else 0
         points += [(row, token) for token in torch.linspace(0, length - 1, count).round().long().tolist()]
-    gamma, stream = collector.config.algorithm.gamma, BRANCH_STREAM - step
-    returns, tokens = branch_returns(collector, batch, points, asked.branches, gamma, stream)
+    returns, tokens = branch_returns(collector, batch, points, settings.branches, gamma, BRANCH_STREAM - step)
     collector.roles["rollout"].sleep()
     rows, columns = torch.tensor(points).T
     batch["branch_mask"], batch["branch_values"] = torch.zeros(2, *batch["response_mask"].shape)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.agents.episode import episode_metrics, last_rows, place_rewards
-from valor.collector.ahead import SamplesAhead
+from valor.collector.ahead import PromptSupply
 from valor.collector.generation import PROMPT_OBJECTS, Generation, prompt_batch, sampling_params
-from valor.collector.grading import Grading
+from valor.collector.grading import Grading, without_broken
 from valor.collector.inputs import RunInputs
-from valor.collector.supply import BatchesAhead, Supply
+from valor.collector.supply import BatchSupply, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
@@ -39,23 +38,23 @@ class Collector:
         self.grading = Grading(config, inputs, roles)
         self.generation = Generation(config, inputs, roles, say)
         v1 = config.trainer.v1
-        kind = BatchesAhead if v1.by_batches else SamplesAhead
-        self.supply: Supply | None = kind(self.generation, self.grading) if v1.runs_ahead else None
+        self._runs_ahead = v1.runs_ahead
+        by_prompts = v1.runs_ahead and not v1.by_batches
+        self.supply: Supply = (PromptSupply if by_prompts else BatchSupply)(self.generation, self.grading)
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
     def save(self, folder: Path, step: int) -> None:
-        """What has to be there for a run that goes on after `step`."""
-        if self.supply is not None:
+        """Write the samples that are ahead of training after `step`."""
+        if self._runs_ahead:
             self.supply.save(folder, step)
 
     def load(self, folder: Path) -> None:
-        if self.supply is not None and folder.is_dir():
+        if self._runs_ahead and folder.is_dir():
             self.supply.load(folder)
 
     def close(self) -> None:
-        if self.supply is not None:
-            self.supply.close()
+        self.supply.close()
 
     def next_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, Any]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, the samples of a prompt together.
@@ -65,25 +64,20 @@ class Collector:
         """
         filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
         self.generation.files.begin(str(step))
-        kept: list[Batch] = []
+        parts: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
-        rounds = found = 0
-        while found < wanted:
-            if rounds:
-                self._say(_check_limit(step, rounds, found, self.config))
-            if self.supply is not None:
-                batch, graded = self._graded(self.supply.take(wanted - found, step, timer), timer)
-            else:
-                rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
-                batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
+        prompts = 0
+        while prompts < wanted:
+            if parts:
+                self._say(_check_limit(step, len(parts), prompts, self.config))
+            batch, graded = self._graded(self.supply.take(wanted - prompts, step, timer), timer)
             if line := _failing_tool(batch, self.rollout.multi_turn.max_tool_error_ratio):
                 self._say(line)
-            rounds += 1
             results += graded
             sources += last_rows(batch).objects["data_source"]
-            kept.append(_informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
-            found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
+            parts.append(_informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
+            prompts += len(Episodes(parts[-1]).rows) // self.rollout.n
         metrics: dict[str, Any]
         metrics, line = summarize(sources, results)
         self._say(line)
@@ -92,30 +86,30 @@ class Collector:
         if filtering:
             drawn = len(results) // self.rollout.n
             metrics |= {
-                "training/filter_groups/num_gen_batches": rounds,
+                "training/filter_groups/num_gen_batches": len(parts),
                 "training/filter_groups/prompts": drawn,
-                "training/filter_groups/kept_ratio": found / drawn,
-                "training/filter_groups/surplus_prompts": found - wanted,
+                "training/filter_groups/kept_ratio": prompts / drawn,
+                "training/filter_groups/surplus_prompts": prompts - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
-        batch = kept[0]
-        if rounds > 1 or found > wanted:
-            batch = Batch.concat(kept)
+        batch = parts[0]
+        if len(parts) > 1 or prompts > wanted:
+            batch = Batch.concat(parts)
             batch = batch.take([i for rows in Episodes(batch).rows[: wanted * self.rollout.n] for i in rows])
         metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
         if self._greedy_baseline:
             with timer("gen_baseline"):
                 batch["reward_baselines"] = self._greedy_rewards(batch)
-        if self.supply is not None:
+        if self._runs_ahead:
             metrics |= self.supply.metrics(batch)
-        if self.supply is None or not self.config.rollout_apart:
+        if not (self._runs_ahead and self.config.rollout_apart):
             self.roles["rollout"].sleep()
         return batch, metrics
 
     def validation_batch(self, step: int, dataset: PromptDataset) -> tuple[Batch, list[RewardResult]]:
         """Responses to a whole validation set after `step`, and their grades (without penalties for length)."""
-        with nullcontext() if self.supply is None else self.supply.standing():
+        with self.supply.paused():
             self.generation.files.begin(f"val_{step}")
             params, n = sampling_params(self.config, validation=True), self.rollout.val_kwargs.n
             prompts = prompt_batch(list(dataset), samples_per_prompt=n, seed=self.config.trainer.seed, step=None)
@@ -131,29 +125,25 @@ class Collector:
 
     def responses(self, rows: Sequence[PromptRow], step: int, at_once: int) -> Batch:
         """`rollout.n` scored responses to each of `rows`, drawn as in step `step`, `at_once` prompts at a time."""
-        starts = range(0, len(rows), at_once)
-        parts = [self._answer_and_grade(rows[i : i + at_once], step, first=i, timer=Timer())[0] for i in starts]
+        n, seed, parts = self.rollout.n, self.config.trainer.seed, list[Batch]()
+        for i in range(0, len(rows), at_once):
+            prompts = prompt_batch(rows[i : i + at_once], samples_per_prompt=n, seed=seed, step=step, first=i)
+            with phase("rollout", len(prompts), unit="sample"):
+                sink = self.grading.sink(prompts)
+                batch = self.generation.answer(prompts, sampling_params(self.config), sink=sink)
+            parts.append(self._graded(batch, Timer())[0])
         return Batch.concat(parts)
 
     def scores(self, batch: Batch) -> Tensor:
         """What the responses of a batch are worth in training, [B]."""
-        return self._outcomes(self.grading.training(batch))
-
-    def _answer_and_grade(
-        self, rows: Sequence[PromptRow], step: int, *, first: int, timer: Timer
-    ) -> tuple[Batch, list[RewardResult]]:
-        """Responses to `rows`, the first of which is the step's prompt number `first`, with their scores."""
-        prompts = prompt_batch(
-            rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
-        )
-        with phase("rollout", len(prompts), unit="sample"):
-            sink = self.grading.sink(prompts)
-            batch = self.generation.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
-        return self._graded(batch, timer)
+        return self._outcomes(self.grading.training(batch).results)
 
     def _graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
+        """The batch with `token_level_scores` [R, T], `reward_info` and the graders' columns."""
+        batch = without_broken(batch)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
-            results = self.grading.training(batch)
+            results, columns = self.grading.training(batch)
+        batch = batch.union(Batch(columns))
         _add_reward_info(batch, results)
         binary = self.config.algorithm.reward_binarize
         batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
@@ -166,11 +156,11 @@ class Collector:
         params = replace(sampling_params(self.config), temperature=0.0)
         self.generation.files.begin(f"greedy_{batch.meta['global_step']}")
         rows = Episodes(batch).rows
-        prompts = prompts.take([one[0] for one in rows[::n]])
+        prompts = prompts.take([of_episode[0] for of_episode in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.generation.answer(prompts, params, sink=self.grading.sink(prompts))
         scores = self.scores(greedy).repeat_interleave(n)
-        return scores.repeat_interleave(torch.tensor([len(one) for one in rows]))
+        return scores.repeat_interleave(torch.tensor([len(of_episode) for of_episode in rows]))
 
     def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:
         """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""
@@ -185,23 +175,23 @@ def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
     batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]
 
 
-def _failing_tool(batch: Batch, most: float) -> str | None:
-    """A line on the tool with the most failed calls, where at least half of its calls failed. StepRefused: of all calls
-    but the policy's mistakes a larger share than `most` failed."""
+def _failing_tool(batch: Batch, limit: float) -> str | None:
+    """A line on the tool with the most failed calls, where at least half of its calls failed. StepRefused: a larger
+    share than `limit` of all calls failed, those that the policy got wrong left out."""
     rows = Episodes(batch).rows if "episode_info" in batch else ()
-    calls = [call for one in rows for call in batch.objects["episode_info"][one[0]].get("calls", ())]
-    failures = [(call["name"], " ".join(call["text"].split())) for call in calls if call["error"] is not None]
+    calls = [call for of in rows for call in batch.objects["episode_info"][of[0]].get("calls", ())]
+    failures = [call for call in calls if call["error"] is not None]
     if not failures:
         return None
-    ((name, failed),) = Counter(name for name, _ in failures).most_common(1)
+    ((name, failed),) = Counter(call["name"] for call in failures).most_common(1)
     count = sum(call["name"] == name for call in calls)
-    ((text, _),) = Counter(text for tool, text in failures if tool == name).most_common(1)
+    ((text, _),) = Counter(" ".join(call["text"].split()) for call in failures if call["name"] == name).most_common(1)
     what = "tool calls that cannot be read" if name is None else f"tool {name}"
     line = f"{what}: {failed} of {count} calls failed; most often: {text[:300]}"
-    made = [call["error"] for call in calls if call["error"] in (None, "exception", "timeout", "failed")]
-    if len(made) - made.count(None) > most * len(made):
+    valid = [call["error"] for call in calls if call["error"] in (None, "exception", "timeout", "failed")]
+    if len(valid) - valid.count(None) > limit * len(valid):
         raise StepRefused(
-            f"{line}; more than actor_rollout_ref.rollout.multi_turn.max_tool_error_ratio={most:g} allows"
+            f"{line}; more than actor_rollout_ref.rollout.multi_turn.max_tool_error_ratio={limit:g} allows"
         )
     return line if 2 * failed >= count else None
 
@@ -209,9 +199,9 @@ def _failing_tool(batch: Batch, most: float) -> str | None:
 def _informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:
     """The rows of prompts whose episodes differ in `algorithm.filter_groups.metric`. `scores` [E]: of training."""
     metric, rows = _metric(results, scores, config), Episodes(batch).rows
-    prompts = [batch.objects["uid"][one[0]] for one in rows]
-    kept = algorithms.filter_groups(metric, prompts).nonzero().squeeze(1).tolist()
-    return batch.take([row for number in kept for row in rows[number]])
+    prompts = [batch.objects["uid"][of_episode[0]] for of_episode in rows]
+    informative = algorithms.filter_groups(metric, prompts).nonzero().squeeze(1).tolist()
+    return batch.take([row for number in informative for row in rows[number]])
 
 
 def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Tensor:
@@ -235,10 +225,10 @@ def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) 
     return torch.tensor(values)
 
 
-def _check_limit(step: int, rounds: int, found: int, config: PPOConfig) -> str:
+def _check_limit(step: int, rounds: int, prompts: int, config: PPOConfig) -> str:
     """Before a further round: how far the step is. TrainingStopped at `algorithm.filter_groups.max_num_gen_batches`."""
     wanted, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
-    line = f"step {step}: {found} of {wanted} prompts have samples that differ after {rounds} generation batches"
+    line = f"step {step}: {prompts} of {wanted} prompts have samples that differ after {rounds} generation batches"
     if limit and rounds >= limit:
         raise TrainingStopped(
             f"{line}: are the prompts too easy or too hard? Raise algorithm.filter_groups.max_num_gen_batches="

@@ -19,16 +19,15 @@ class EpisodeFiles:
     """Writes episodes to `trainer.episode_data_dir`, and reads those of `agent.replay_dir`, where these are set."""
 
     def __init__(self, config: PPOConfig, agents: Agents | None) -> None:
-        written, replayed = config.trainer.episode_data_dir, config.actor_rollout_ref.rollout.agent.replay_dir
-        self._written = Path(written).expanduser() if written and agents else None
-        self._replayed = Path(replayed).expanduser() if replayed and agents else None
+        folders = config.trainer.episode_data_dir, config.actor_rollout_ref.rollout.agent.replay_dir
+        self._written, self._replayed = (Path(path).expanduser() if path and agents else None for path in folders)
         self._agents = agents
         self._lines: list[str] = []
-        self._file: str | None = None
+        self._file = ""
         self._recorded: dict[tuple[int, ...], Record] = {}
 
     def begin(self, name: str) -> None:
-        """What is played from now on belongs to the file `name`. UserError: there is none to replay."""
+        """Episodes from now on belong to the file `name`. UserError: there is none to replay."""
         self._file, self._lines = f"{name}.jsonl", []
         if self._written is not None and self._agents is not None:
             schemas = self._agents.schemas
@@ -38,11 +37,11 @@ class EpisodeFiles:
             self._recorded = _read(self._replayed / self._file)
 
     def replayed(self, prompts: Batch) -> Batch | None:
-        """The rows of the recorded episodes of these prompts, where there are to be such.
+        """The rows of the recorded episodes of these prompts, where episodes are replayed.
 
         UserError: an episode is missing, or had another prompt.
         """
-        if self._replayed is None or self._file is None:
+        if self._replayed is None or not self._file:
             return None
         episodes, where = [], f"{_KEY}: {self._replayed / self._file} has"
         for key, messages in zip(prompts["episode_key"].tolist(), prompts.objects["messages"], strict=True):
@@ -57,7 +56,7 @@ class EpisodeFiles:
 
     def write(self, prompts: Batch, rows: Batch) -> None:
         """Add the episodes of these prompts to the file."""
-        if self._written is not None and self._file is not None and self._agents is not None:
+        if self._written is not None and self._file and self._agents is not None:
             records = episode_records(prompts, rows, self._agents.chat)
             self._lines += (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
             write_atomically(self._written / self._file, "".join(self._lines))
@@ -67,7 +66,6 @@ def _read(path: Path) -> dict[tuple[int, ...], Record]:
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {tuple(record["key"]): record for record in records}
-    except OSError as error:
-        raise UserError(f"{_KEY}: '{path}': {error.strerror}: it is written under trainer.episode_data_dir") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{_KEY}: '{path}' holds no records of episodes ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f": {error.strerror}" if isinstance(error, OSError) else f" holds no records of episodes ({error!r})"
+        raise UserError(f"{_KEY}: '{path}'{reason}: it is written under trainer.episode_data_dir") from None

@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from valor import algorithms
 from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards, turn_tokens
@@ -22,10 +22,21 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
-from valor.rewards.steps import on_tokens, scaled, token_rewards
+from valor.rewards.steps import Step, on_tokens, scaled, token_rewards
 from valor.rewards.worker import Sample, gather
 
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
+
+
+class Grades(NamedTuple):
+    """What a batch is worth in training.
+
+    results: one for each episode, in order. columns [R, T], where there are such: `step_rewards`, the part of a score
+    that lies on tokens of its own, where a turn, or a step of the answer, has ended; `progress` (`ModelGrading`).
+    """
+
+    results: list[RewardResult]
+    columns: dict[str, Tensor]
 
 
 class Grading:
@@ -67,43 +78,43 @@ class Grading:
         return self.inputs.decode([list(ids)])[0]
 
     def when_graded(self, keys: Sequence[EpisodeKey], then: Callable[[], None]) -> None:
-        """Call `then`, in any thread, when no grader is at work on these episodes."""
-        pending = {self._early[key][1] for key in keys if key in self._early}
-        lock = Lock()
+        """Call `then`, in any thread, when the graders of these episodes have ended."""
+        futures = iter([self._early[key][1] for key in keys if key in self._early])
 
-        def ended(future: Future[RewardResult]) -> None:
-            with lock:
-                pending.discard(future)
-                last = not pending
-            if last:
-                then()
-
-        if not pending:
+        def wait_for_next(_: object = None) -> None:
+            for future in futures:
+                if not future.done():
+                    future.add_done_callback(wait_for_next)
+                    return
             then()
-        for future in list(pending):
-            future.add_done_callback(ended)
 
-    def training(self, batch: Batch) -> list[RewardResult]:
-        """What the episodes of a batch are worth in training, in order.
+        wait_for_next()
 
-        The batch may gain `step_rewards` [R, T]: what of a score lies on tokens of its own, where a turn, or a step of
-        the answer, has ended; with a prover also `progress` [R, T]. Nothing is learnt from an episode with log-probs
-        that are not finite: it is an error, and the `response_mask` of its rows becomes 0. StepRefused when there are
-        more errors than `reward.max_error_ratio` allows.
+    def training(self, batch: Batch) -> Grades:
+        """What the episodes of a batch are worth in training.
+
+        StepRefused when there are more errors than `reward.max_error_ratio` allows. An episode with log-probs that are
+        not finite is an error.
         """
         model, ends = self.config.reward_model, last_rows(batch)
-        results = [] if model.replaces_rule else self._on_tokens(batch, self._by_rule(ends))
+        results = [] if model.replaces_rule else self._by_rule(ends)
+        columns: dict[str, Tensor] = {}
         if model.enable and not model.scores:
-            batch["progress"] = self.model.progress(batch)
+            columns["progress"] = self.model.progress(batch)
         if model.scores:
             pairs = zip(self.model.grades(ends), results or [None] * len(ends), strict=True)
             unplayed = self._unplayed(ends)
             results = [unplayed.get(i) or self._joined(*pair) for i, pair in enumerate(pairs)]
-        results = self._with_steps(batch, results)
+        results, steps = self._with_steps(batch, results)
+        if steps is not None:
+            columns["step_rewards"] = steps
         if "is_finite" in batch:
-            self._leave_out_broken(batch, results)
+            error = "the rollout engine gave log-probs that are not finite"
+            for i, rows in enumerate(Episodes(batch).rows):
+                if not batch["is_finite"][rows].all():
+                    results[i] = RewardResult(self.config.error_score, {}, error)
         self._check_errors(results)
-        return self._without_overlong_penalty(results, ends)
+        return Grades(self._without_overlong_penalty(results, ends), columns)
 
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
@@ -123,68 +134,47 @@ class Grading:
             results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
 
-    def _on_tokens(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
-        """With tokens for the spans of steps, which graders of episodes give in the policy's own words."""
-        if "turn_texts" not in batch or not any(result.steps for result in results):
-            return results
-        results, episodes = list(results), Episodes(batch).rows
-        for i, rows in enumerate(episodes):
-            turns, first = list[tuple[int, list[int], str]](), 0
-            for row in rows:
-                length = int(batch["response_lengths"][row])
-                ids, numbers = (batch[name][row, :length].tolist() for name in ("responses", "turn_ids"))
-                texts = batch.objects["turn_texts"][row]
-                found = zip(turn_tokens(ids, numbers), texts, strict=True)
-                turns += [(first + at, own, text) for (_, at, own), text in found]
-                first += length
-            try:
-                results[i] = results[i]._replace(
-                    steps=tuple(on_tokens(results[i].steps, turns, self._decode, between=1))
-                )
-            except ValueError as error:
-                results[i] = RewardResult(self.config.error_score, {}, str(error))
-        return results
+    def _with_steps(self, batch: Batch, results: list[RewardResult]) -> tuple[list[RewardResult], Tensor | None]:
+        """Scores with the sums of the steps' and turns' rewards, and these on tokens [R, T]; None where there are none.
 
-    def _with_steps(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
-        """Where there are any: adds `step_rewards` to the batch, and to the scores what they sum to. A step that the
-        response does not have makes its sample an error."""
+        A step that the response does not have makes its sample an error.
+        """
         if "turn_rewards" not in batch and not any(result.steps for result in results):
-            return results
+            return results, None
         mask, results = batch["response_mask"], list(results)
         placed = batch["turn_rewards"].clone() if "turn_rewards" in batch else torch.zeros_like(mask)
         episodes = Episodes(batch)
         for i, rows in enumerate(episodes.rows):
             if not results[i].steps:
                 continue
-            lengths = batch["response_lengths"][rows].tolist()
-            ids = [batch["responses"][row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
             try:
-                found = token_rewards(results[i].steps, ids, self._decode)
+                rewards = self._token_rewards(batch, rows, results[i].steps)
             except ValueError as error:
                 results[i] = RewardResult(self.config.error_score, {}, str(error))
                 continue
-            for row, rewards in zip(rows, found, strict=True):
-                placed[row, : len(rewards)] += torch.tensor(rewards)
-            own = math.fsum(reward for _, reward in results[i].steps)
-            components = {"acc": results[i].correct, **results[i].components, "step_reward": own}
+            for row, of_row in zip(rows, rewards, strict=True):
+                placed[row, : len(of_row)] += torch.tensor(of_row)
+            total = math.fsum(reward for _, reward in results[i].steps)
+            components = {"acc": results[i].correct, **results[i].components, "step_reward": total}
             results[i] = results[i]._replace(components=components)
-        # What an observation has earned is the doing of the policy token before it.
-        batch["step_rewards"] = credit_policy_tokens(placed, mask, "carry")
-        totals = episodes.sums(batch["step_rewards"]).tolist()
-        return [r._replace(score=r.score + total) for r, total in zip(results, totals, strict=True)]
+        # The reward of an observation is credited to the preceding policy token.
+        steps = credit_policy_tokens(placed, mask, "carry")
+        totals = episodes.sums(steps).tolist()
+        return [r._replace(score=r.score + total) for r, total in zip(results, totals, strict=True)], steps
 
-    def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
-        broken = ~batch["is_finite"]
-        if not broken.any():
-            return
-        columns = {name: batch[name].clone() for name in ("rollout_log_probs", "response_mask")}
-        error = "the rollout engine gave log-probs that are not finite"
-        for i, rows in enumerate(Episodes(batch).rows):
-            if broken[rows].any():
-                for column in columns.values():
-                    column[rows] = 0.0
-                results[i] = RewardResult(self.config.error_score, {}, error)
-        batch.tensors.update(columns)
+    def _token_rewards(self, batch: Batch, rows: list[int], steps: Sequence[Step]) -> list[list[float]]:
+        """The steps' rewards on the tokens of an episode's rows. ValueError: a step is not in the response."""
+        ids = [batch["responses"][row, : int(batch["response_lengths"][row])].tolist() for row in rows]
+        if "turn_texts" in batch:  # graders of episodes give spans of the policy's own words
+            turns, first = list[tuple[int, list[int], str]](), 0
+            for row, of_row in zip(rows, ids, strict=True):
+                numbers = batch["turn_ids"][row, : len(of_row)].tolist()
+                texts = batch.objects["turn_texts"][row]
+                pairs = zip(turn_tokens(of_row, numbers), texts, strict=True)
+                turns += [(first + at, tokens, text) for (_, at, tokens), text in pairs]
+                first += len(of_row)
+            steps = on_tokens(steps, turns, self._decode, between=1)
+        return token_rewards(steps, ids, self._decode)
 
     def _check_errors(self, results: list[RewardResult]) -> None:
         errors = Counter(r.error for r in results if r.error is not None)
@@ -201,12 +191,13 @@ class Grading:
         return {i: RewardResult(self.config.error_score, {}, error) for i, error in errors if error is not None}
 
     def _by_rule(self, batch: Batch) -> list[RewardResult]:
-        """What environments say, and graders of the rest; what these were given early is not graded again."""
+        """Environments' outcomes, and graders' results for the rest; what `sink` had graded is not graded again."""
         outcomes = enumerate(batch.objects.get("outcome", ()))
-        found = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None} | self._unplayed(batch)
+        results = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None}
+        results |= self._unplayed(batch)
         rows = enumerate(zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True))
         turns = batch.objects.get("turn_texts", [None] * len(batch))
-        samples = {i: Sample.of_turns(turns[i], *row) for i, row in rows if i not in found}
+        samples = {i: Sample.of_turns(turns[i], *row) for i, row in rows if i not in results}
         futures: dict[int, Future[RewardResult]] = {}
         for i, key in enumerate(batch["episode_key"].tolist() if "episode_key" in batch else ()):
             early = self._early.pop(tuple(key), None)
@@ -214,8 +205,8 @@ class Grading:
                 futures[i] = early[1]
         rest = [i for i in samples if i not in futures]
         futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
-        found |= zip(samples, gather([futures[i] for i in samples]), strict=True)
-        return [found[i] for i in range(len(batch))]
+        results |= zip(samples, gather([futures[i] for i in samples]), strict=True)
+        return [results[i] for i in range(len(batch))]
 
     def _joined(self, model: RewardResult, rule: RewardResult | None) -> RewardResult:
         """A failed part counts as `error_score`, as it does alone."""
@@ -250,6 +241,18 @@ class Grading:
             r._replace(score=r.score + p, components={"acc": r.correct, **r.components, "overlong_reward": p})
             for r, p in zip(results, penalties.tolist(), strict=True)
         ]
+
+
+def without_broken(batch: Batch) -> Batch:
+    """The batch with `rollout_log_probs` and `response_mask` 0 in episodes with log-probs that are not finite: nothing
+    is learnt from these."""
+    if "is_finite" not in batch or batch["is_finite"].all():
+        return batch
+    broken = [row for rows in Episodes(batch).rows if not batch["is_finite"][rows].all() for row in rows]
+    columns = {name: batch[name].clone() for name in ("rollout_log_probs", "response_mask")}
+    for column in columns.values():
+        column[broken] = 0.0
+    return batch.union(Batch(columns))
 
 
 def _texts(sample: Sample) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
@@ -15,7 +15,6 @@ from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
-from valor.rewards.executor import RewardExecutor
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import find_grader, needs_truth
@@ -40,15 +39,11 @@ class RunInputs:
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
-        if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
-            validated = _to_grade(self.val, self.agents) if self.val and not reward_model.enable else ()
-            self.rewards.check({*_to_grade(self.train, self.agents), *validated})
-            _check_truths(self.train, self.rewards, self.agents)
-        for rows in (self.train, self.val) if self.agents is None else ():
-            _check_answered(rows)
-        if self.val is not None:
-            _check_truths(self.val, self.rewards, self.agents)
-        self._check_model(config)
+        if not reward_model.replaces_rule:
+            self._check_graded(self.train)
+        if self.val is not None:  # a reward model validates what has no grader
+            self._check_graded(self.val, sources=not reward_model.enable)
+        self._check_tokens(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
             self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
@@ -56,10 +51,9 @@ class RunInputs:
         if reward_model.enable and not reward_model.is_role:
             self.judge = Judge(reward_model.judge, config.reward.error_score)
             self.judge.check()
-        trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
         steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
-        self.total_steps = trainer.total_training_steps or steps_per_epoch * trainer.total_epochs
+        self.total_steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -71,11 +65,10 @@ class RunInputs:
         return self.reward_texts.separator_id if self.reward_texts is not None else None
 
     def validation_prompts(self, files: Sequence[str]) -> PromptDataset:
-        """All prompts of files beside those of the run. UserError: a bad row, or one that nobody can grade."""
+        """All prompts of files beside those of the run. UserError: a bad row, or one without a grader."""
         data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
         prompts = PromptDataset(data, self.tokenizer, "val", self._tools_of)
-        self.rewards.check(_to_grade(prompts, self.agents))
-        _check_truths(prompts, self.rewards, self.agents)
+        self._check_graded(prompts)
         return prompts
 
     def with_text(self, batch: Batch) -> Batch:
@@ -86,19 +79,6 @@ class RunInputs:
         """Responses as the graders read them."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
-    def _check_model(self, config: PPOConfig) -> None:
-        """UserError: the policy has too few positions for what it is to write, or no such token."""
-        model = config.actor_rollout_ref.model
-        size = int(check_positions(config).vocab_size)
-        largest = max(self.eos_token_ids, default=0)
-        if len(self.tokenizer) > size:
-            largest = max(largest, *(max(row.prompt_ids) for row in [*self.train, *(self.val or ())]))
-        if largest >= size:
-            raise UserError(
-                f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
-                f"{size} tokens: set data.tokenizer or actor_rollout_ref.model.tokenizer_path to the model's own"
-            )
-
     def has_grader(self, data_source: str) -> bool:
         """Whether responses to prompts of this source can be graded by rule."""
         return self.rewards.grades_everything or find_grader(data_source) is not None
@@ -108,53 +88,48 @@ class RunInputs:
         if self.judge is not None:
             self.judge.close()
 
+    def _check_graded(self, rows: PromptDataset, *, sources: bool = True) -> None:
+        """UserError: a row that no environment judges has a data source without a grader (`sources`), or no ground
+        truth for a grader that needs one."""
 
-def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:
-    """The data sources of rows that no environment judges."""
-    if agents is None:
-        return rows.data_sources
-    return {row.data_source for row in rows if not agents.judges(row.extra_info)}
+        def judged(extra_info: Mapping[str, Any]) -> bool:
+            return self.agents is not None and self.agents.judges(extra_info)
 
+        if sources:
+            self.rewards.check({row.data_source for row in rows if not judged(row.extra_info)})
+        lacking = () if self.rewards.grades_everything else rows.without_truth
+        missing = [row for row in lacking if needs_truth(row.data_source) and not judged(row.extra_info)]
+        if missing:
+            raise UserError(
+                f"{missing[0].where}: there is no reward_model.ground_truth, which the grader of "
+                f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
+                "leave such rows out"
+            )
 
-def _check_answered(rows: PromptDataset | None) -> None:
-    """UserError: a prompt tells the policy to search, and there is no agent to answer."""
-    asking = next((row for row in rows or () if any("<search>" in str(m["content"]) for m in row.messages)), None)
-    if asking is not None:
-        raise UserError(
-            f"data row {asking.index} tells the policy to write <search>…</search>, and nothing would answer: set "
-            "do_search=true and retriever.url (valor retrieve CORPUS serves one), or take prompts without a search"
-        )
-
-
-def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents | None) -> None:
-    """UserError: a row that a grader compares with its ground truth has none."""
-    missing = [
-        row
-        for row in rows.without_truth
-        if not rewards.grades_everything
-        and needs_truth(row.data_source)
-        and not (agents is not None and agents.judges(row.extra_info))
-    ]
-    if missing:
-        raise UserError(
-            f"{missing[0].where}: there is no reward_model.ground_truth, which the grader of "
-            f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
-            "leave such rows out"
-        )
+    def _check_tokens(self, config: PPOConfig) -> None:
+        """UserError: the policy has too few positions for prompt and response, or an id of the tokenizer is beyond its
+        vocabulary."""
+        model = config.actor_rollout_ref.model
+        size = int(check_positions(config).vocab_size)
+        largest = max(self.eos_token_ids, default=0)
+        if len(self.tokenizer) > size:
+            largest = max(largest, *(max(row.prompt_ids) for row in [*self.train, *(self.val or ())]))
+        if largest >= size:
+            raise UserError(
+                f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
+                f"{size} tokens: set actor_rollout_ref.model.tokenizer_path to the model's own"
+            )
 
 
 def check_positions(config: PPOConfig) -> Any:
-    """The policy's text config. UserError: it, or the critic, has too few positions for what is read and written."""
+    """The policy's text config. UserError: it, or the critic, has too few positions for prompt and response."""
     data, models = config.data, [config.actor_rollout_ref.model]
     models += [config.critic.model] if config.critic.enable else []
-    described = [load_model_config(model).get_text_config() for model in models]
-    whole = data.max_prompt_length + data.max_response_length
-    lengths = {"data.max_prompt_length + data.max_response_length": whole}
-    if config.plays_episodes or any(
-        map(rope_limit, described)
-    ):  # its rows, or what an engine prepares for, may be that long
+    text_configs = [load_model_config(model).get_text_config() for model in models]
+    lengths = {"data.max_prompt_length + data.max_response_length": data.max_prompt_length + data.max_response_length}
+    if config.plays_episodes or any(map(rope_limit, text_configs)):  # rows, or an engine's tables, may be that long
         lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-    for model, text_config in zip(models, described, strict=True):
+    for model, text_config in zip(models, text_configs, strict=True):
         positions = num_positions(text_config)
         for key, longest in lengths.items():
             if positions is not None and longest > positions:
@@ -163,7 +138,7 @@ def check_positions(config: PPOConfig) -> Any:
                     f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions{original}: "
                     "set it lower, or take a model that reads longer texts"
                 )
-    return described[0]
+    return text_configs[0]
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -1,6 +1,7 @@
 """What a learned reward model, a process reward model, a judge or a prover says of responses."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch
+from valor.data.messages import Messages
 from valor.data.reward_texts import CriticTexts, prompt_text
 from valor.rewards.judge import Question
 from valor.rewards.steps import Place, last_token, split_steps
@@ -37,12 +39,12 @@ class ModelGrading:
         assert self.inputs.reward_texts is not None, "the reward model has its tokenizer"
         rows, cut = self.inputs.reward_texts.rows(batch)
         with phase("reward model", len(batch), unit="sample"):
-            found = self.roles["reward_model"].score(rows)
-        if "values" in found:
-            every = zip(found["values"], self._steps(batch, rows), rows["response_lengths"].tolist(), strict=True)
-            results = [self._of_steps(*one) for one in every]
+            outputs = self.roles["reward_model"].score(rows)
+        if "values" in outputs:
+            columns = zip(outputs["values"], self._steps(batch, rows), rows["response_lengths"].tolist(), strict=True)
+            results = [self._of_steps(*row) for row in columns]
         else:
-            results = [self._result(score, ()) for score in found["scores"].tolist()]
+            results = [self._result(score, ()) for score in outputs["scores"].tolist()]
         return [
             r._replace(components={**r.components, "rm_cut": was_cut}) if r.error is None else r
             for r, was_cut in zip(results, cut, strict=True)
@@ -70,8 +72,8 @@ class ModelGrading:
         scores = [float(values[min(last + 1, most)]) for _, last in steps]
         places = [place for place, _ in steps]
         mean = math.fsum(scores) / max(len(scores), 1)
-        found = self._result(mean, tuple(zip(places, scores, strict=True)))
-        return found._replace(score=0.0) if found.error is None else found
+        result = self._result(mean, tuple(zip(places, scores, strict=True)))
+        return result._replace(score=0.0) if result.error is None else result
 
     def _result(self, score: float, steps: tuple[tuple[Place, float], ...]) -> RewardResult:
         if not math.isfinite(score):
@@ -79,22 +81,20 @@ class ModelGrading:
         return RewardResult(score, {"rm_score": score}, steps=steps)
 
     def _steps(self, batch: Batch, rows: Batch) -> list[list[tuple[Place, int]]]:
-        """Of each response the steps: their places, and their last tokens in `rows`."""
-        texts, separator = self.inputs.reward_texts, self.config.reward_model.step_separator
-        assert isinstance(texts, CriticTexts), "it reads tokens"
-        found: list[list[tuple[Place, int]]] = []
+        """The steps of each response: their places, and their last tokens in `rows`."""
         lengths = rows["response_lengths"].tolist()
         columns = (batch.objects["messages"], batch.objects["response_text"], rows["responses"].tolist(), lengths)
-        for messages, text, row, length in zip(*columns, strict=True):
-            steps: list[tuple[Place, int]] = [(token, token) for token in range(length)]
-            if separator is not None:
-                starts = texts.token_starts(messages, text)
-                steps = []
-                for span in split_steps(text, separator):
-                    if starts is None:
-                        last = last_token(span[1], row[:length], text, lambda ids: self.inputs.decode([list(ids)])[0])
-                    else:
-                        last = sum(start < span[1] for start in starts) - 1
-                    steps.append((span, last))
-            found.append(steps)
-        return found
+        return [self._steps_of(*row) for row in zip(*columns, strict=True)]
+
+    def _steps_of(self, messages: Messages, text: str, ids: list[int], length: int) -> list[tuple[Place, int]]:
+        texts, separator = self.inputs.reward_texts, self.config.reward_model.step_separator
+        if separator is None:
+            return [(token, token) for token in range(length)]
+        assert isinstance(texts, CriticTexts), "it reads tokens"
+        starts, spans = texts.token_starts(messages, text), split_steps(text, separator)
+        if starts is not None:
+            return [(span, sum(start < span[1] for start in starts) - 1) for span in spans]
+        return [(span, last_token(span[1], ids[:length], text, self._decode)) for span in spans]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.inputs.decode([list(ids)])[0]

@@ -11,8 +11,8 @@ from typing import Generic, Literal, TypeVar
 class Group:
     """A prompt, whose samples a derived class has.
 
-    `number`: its place in the order in which prompts were drawn. `oldest`: the version of the weights that sampled its
-    oldest token; while it is in flight, the version when it was begun. `attempt`: how often it was begun before.
+    number: its rank in the order in which prompts were drawn. oldest: version of the weights that sampled its oldest
+    token; while it is in flight, the version when it was begun. attempt: how often it was begun before.
     """
 
     number: int
@@ -59,21 +59,21 @@ class SampleQueue(Generic[G]):
 
     def too_old(self, version: int) -> list[G]:
         """The groups that may not be trained on when the weights have this version; they count as dropped."""
-        found = [group for group in self.groups if version - group.oldest > self.max_age]
-        self.num_dropped += len(found)
-        return found
+        dropped = [group for group in self.groups if version - group.oldest > self.max_age]
+        self.num_dropped += len(dropped)
+        return dropped
 
     def has(self, wanted: int, next_version: int) -> bool:
-        """Whether so many are finished, and none is in flight that the trainer has to wait for, since it will be too
-        old when the weights have `next_version`."""
-        waits = self.strategy == "wait"
-        if waits and any(not one.finished and next_version - one.oldest > self.max_age for one in self.groups):
-            return False
-        return self.num_finished >= wanted
+        """Whether `wanted` groups are finished and, with strategy wait, none in flight will be too old at the weights'
+        `next_version`."""
+        in_flight = (group for group in self.groups if not group.finished)
+        waits = self.strategy == "wait" and any(next_version - each.oldest > self.max_age for each in in_flight)
+        return self.num_finished >= wanted and not waits
 
     def take(self, wanted: int) -> list[G]:
         """`wanted` finished groups, those of the oldest weights; in the order in which they were drawn."""
-        finished = sorted((one for one in self.groups if one.finished), key=lambda one: (one.oldest, one.number))
-        taken = sorted(finished[:wanted], key=lambda one: one.number)
+        finished = [group for group in self.groups if group.finished]
+        oldest = sorted(finished, key=lambda group: (group.oldest, group.number))
+        taken = sorted(oldest[:wanted], key=lambda group: group.number)
         self.groups = [group for group in self.groups if group not in taken]
         return taken

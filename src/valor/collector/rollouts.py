@@ -1,4 +1,4 @@
-"""Scored responses as a thing of their own: drawn from the policy for a critic to learn from or to be judged on,
+"""Scored responses apart from training steps: drawn from the policy for a critic to learn from or to be judged on,
 written to a file, read back.
 
 A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B], and the objects of `OBJECTS`; and
@@ -44,7 +44,7 @@ def policy_group(
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
-    with closing(start_pools(placement, specs, config.ray_kwargs.ray_init.model_dump())) as roles:
+    with closing(start_pools(placement, specs, config.ray_kwargs.ray_init)) as roles:
         yield Collector(config, inputs, roles, say)
 
 
@@ -82,16 +82,16 @@ def same_prompt(batch: Batch) -> list[int]:
     """Number of each row's prompt, in order of appearance: rollouts with the same prompt tokens share it."""
     seen: dict[tuple[int, ...], int] = {}
     prompts = list(zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True))
-    found: list[int] = []
+    numbers: list[int] = []
     for rows in Episodes(batch).rows:
         prompt, length = prompts[rows[0]]
-        found += [seen.setdefault(tuple(prompt[:length]), len(seen))] * len(rows)
-    return found
+        numbers += [seen.setdefault(tuple(prompt[:length]), len(seen))] * len(rows)
+    return numbers
 
 
 def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Every row as a JSON object: verl's fields (input, output, gts, score, step, data_source), then what it takes to
-    read the row back."""
+    """Every row as a JSON object: verl's fields (input, output, gts, score, step, data_source), then those that
+    `read_rollouts` needs."""
     columns = batch.objects
     for i, score in enumerate(scores):
         prompt = batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist()
@@ -124,18 +124,18 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any, fits: Fits = lambda ids,
     a text response; either has a score. Neighbours with the same `episode` (and `step`) are rows of one rollout.
     UserError: anything else. `fits` looks at every row's tokens.
     """
-    records = [(path, *one) for path in _files(paths) for one in read_records(path)]
-    found = [_parse(record, where, tokenizer) for _, where, record in records]
-    for row, (_, where, _) in zip(found, records, strict=True):
+    records = [(path, where, record) for path in _files(paths) for where, record in read_records(path)]
+    rows = [_parse(record, where, tokenizer) for _, where, record in records]
+    for row, (_, where, _) in zip(rows, records, strict=True):
         fits([*row["prompt"], *row["response"]], where)
-    batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
-    batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
-    batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
-    batch["response_mask"], _ = pad_rows([row["response_mask"] for row in found], torch.float32)
-    batch["scores"] = torch.tensor([row["score"] for row in found], dtype=torch.float32)
+    batch = Batch({}, {name: [row[name] for row in rows] for name in OBJECTS})
+    batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in rows], torch.long)
+    batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in rows], torch.long)
+    batch["response_mask"], _ = pad_rows([row["response_mask"] for row in rows], torch.float32)
+    batch["scores"] = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
     numbers = [(path, record.get("step"), record.get("episode")) for path, _, record in records]
     if any(number is not None for _, _, number in numbers):
-        begins = [one != before or one[-1] is None for before, one in pairwise(numbers)]
+        begins = [number != before or number[-1] is None for before, number in pairwise(numbers)]
         batch["episode"] = torch.tensor([False, *begins]).cumsum(0)
     return batch
 
@@ -145,10 +145,10 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        inside = sorted(one for one in path.iterdir() if one.suffix in (".jsonl", ".parquet"))
-        if not inside:
+        files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+        if not files:
             raise UserError(f"'{path}' holds no rollouts: it has no .jsonl or .parquet file")
-        yield from inside
+        yield from files
 
 
 def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""Samples of a generation that runs ahead of training: what every kind of it has, and the one by whole batches."""
+"""The supply of samples to training: the interface, and the supply by whole batches.
+
+Synchronous training is the supply by batches with depth 0: a batch is drawn when a step takes it, by the newest
+weights. With a depth the next batches are generated meanwhile, each by weights of a prescribed age. The supply by
+prompts (`collector/ahead.py`) is a second mechanism, since there the age follows from the speed of each episode: which
+samples make a batch is decided when they have ended, and no run of it repeats bit for bit.
+"""
 
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,46 +31,79 @@ _STATE, _TENSORS = "queue.json", "queue.safetensors"
 
 @dataclass(eq=False)
 class Drawn:
-    """Prompts of one draw from the data: `rows` are their numbers there, `first` the place of the first in the draw."""
+    """Prompts of one draw from the data: `rows` are their numbers there, `first` the number of the first in the draw.
+
+    `draw` is the second word of the samples' keys (`prompt_batch`).
+    """
 
     draw: int
     first: int
     rows: Sequence[int]
 
 
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """Prompts that are answered together, and the rows of their episodes when all have ended."""
+
+    drawn: Drawn
+    prompts: Batch
+    rows: Batch | None = None
+
+
+Item = tuple[dict[str, Any], Batch | None]
+"""A unit in a checkpoint: the fields of its Drawn (and `oldest`), and its rows if there are such."""
+
+
 class Supply(ABC):
-    """Draws prompts before they are needed, and hands their samples over in batches."""
+    """Draws prompts, has them answered, and hands their samples over in batches."""
 
     def __init__(self, generation: Generation, grading: Grading) -> None:
         self.generation, self.grading = generation, grading
         self.config, self.inputs = generation.config, generation.inputs
-        self.rollout = self.config.actor_rollout_ref.rollout
         self.draws = 0
-        filtering = self.config.algorithm.filter_groups.enable
-        # Where every draw is a step's batch, nothing is drawn that no step will take.
-        self.last_draw = None if filtering else self.inputs.total_steps
+        self._params = sampling_params(self.config)
+        self._taken: list[tuple[int, Any]] = []  # steps and units of theirs
+        # Ahead of training nothing is drawn that no step will take, where every draw is a step's batch.
+        one_each = self.config.trainer.v1.runs_ahead and not self.config.algorithm.filter_groups.enable
+        self.last_draw = self.inputs.total_steps if one_each else None
 
-    @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
         """Samples of `wanted` prompts for step `step`, or of fewer where a draw has fewer; not graded yet."""
+        self._taken = [(of_step, unit) for of_step, unit in self._taken if of_step == step]
+        units = self._take(wanted, step, timer)
+        self._taken += ((step, unit) for unit in units)
+        rows, episodes = list[Batch](), 0
+        for unit in units:
+            assert unit.rows is not None, "its episodes have ended"
+            rows.append(Batch(unit.rows.tensors, unit.rows.objects))
+            if "episode" in unit.rows:
+                rows[-1]["episode"] = unit.rows["episode"] + episodes
+            episodes += len(unit.prompts)
+        prompts = Batch.concat([unit.prompts for unit in units])
+        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.config.actor_rollout_ref.rollout.n
+        return self.generation.joined(prompts, Batch.concat(rows), key[:, 1] * size + key[:, 2])
 
     @abstractmethod
-    def standing(self) -> Any:
-        """Context: nobody generates, so that the rollout role can be called."""
+    def _take(self, wanted: int, step: int, timer: Timer) -> Sequence[Unit]:
+        """Units whose episodes have ended, for `take`."""
 
     @abstractmethod
-    def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
-        """What a checkpoint after step `step` must hold: facts about prompts, and their samples if they have them."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Context in which nobody generates, so that the rollout role can be called."""
 
     @abstractmethod
-    def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
+    def items(self, step: int) -> list[Item]:
+        """What a checkpoint after step `step` must hold."""
+
+    @abstractmethod
+    def restore(self, items: Sequence[Item]) -> None:
         """Go on from what `items` gave."""
 
     def close(self) -> None:  # noqa: B027  # a batch under way ends with its processes
         """End what is under way."""
 
     def metrics(self, batch: Batch) -> dict[str, float | Histogram]:
-        """How old a batch's samples are, `off_policy/age/*` in transfers of weights, and what the queue looks like."""
+        """How old a batch's samples are: `off_policy/age/*` in transfers of weights."""
         mask = batch["response_mask"]
         ages = self.generation.weights.ages(batch["weights_versions"]).float()
         of_tokens = ages[mask != 0]
@@ -73,8 +112,8 @@ class Supply(ABC):
             out |= {"off_policy/age/mean": float(of_tokens.mean()), "off_policy/age/max": float(of_tokens.max())}
             spans = (ages * mask).amax(-1) - torch.where(mask != 0, ages, torch.inf).amin(-1)
             out["off_policy/partial_ratio"] = float((spans.isfinite() & (spans > 0)).float().mean())
-        if (found := histogram(ages, mask)) is not None:
-            out["off_policy/age/histogram"] = found
+        if (shown := histogram(ages, mask)) is not None:
+            out["off_policy/age/histogram"] = shown
         return out
 
     def draw(self) -> Drawn:
@@ -85,17 +124,13 @@ class Supply(ABC):
         """Their prompts, `rollout.n` rows each."""
         prompts = prompt_batch(
             [self.inputs.train[i] for i in drawn.rows],
-            samples_per_prompt=self.rollout.n,
+            samples_per_prompt=self.config.actor_rollout_ref.rollout.n,
             seed=self.config.trainer.seed,
             step=drawn.draw,
             first=drawn.first,
         )
         prompts.objects["uid"] = [f"{drawn.draw}.{uid}" for uid in prompts.objects["uid"]]
         return prompts
-
-    def joined(self, prompts: Batch, rows: Batch) -> Batch:
-        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.rollout.n
-        return self.generation.joined(prompts, rows, key[:, 1] * size + key[:, 2])
 
     def save(self, folder: Path, step: int) -> None:
         """Write what `load` needs after step `step`."""
@@ -119,104 +154,97 @@ class Supply(ABC):
         self.draws = state["draws"]
         self.inputs.sampler.load_state_dict(state["sampler"])
         self.generation.weights.versions = state["versions"]
-        items = []
+        items: list[Item] = []
         for number, facts in enumerate(state["items"]):
-            objects, of_item = facts.pop("objects"), f"{number}/"
-            columns = {name.removeprefix(of_item): one for name, one in tensors.items() if name.startswith(of_item)}
+            objects, prefix = facts.pop("objects"), f"{number}/"
+            columns = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
             items.append((facts, None if objects is None else Batch(columns, objects)))
         self.restore(items)
 
 
-@dataclass(eq=False)
-class _Ahead:
-    drawn: Drawn
-    prompts: Batch
-    rows: Future[Batch]
+@dataclass(eq=False, kw_only=True)
+class _Batch(Unit):
+    generation: Future[Batch]
 
 
-class BatchesAhead(Supply):
-    """Each batch is generated as a whole, by weights `max_off_policy_threshold` steps older than the one it trains.
+class BatchSupply(Supply):
+    """Each batch is generated as a whole, by weights exactly `depth` steps older than the step that takes it.
 
-    The trainer waits for the generators before it sends weights, so what is sampled does not depend on speed: a run
-    repeats bit for bit.
+    Weights are sent when no generation is under way, so what is sampled does not depend on speed: a run repeats bit for
+    bit.
     """
 
     def __init__(self, generation: Generation, grading: Grading) -> None:
         super().__init__(generation, grading)
-        self._age = self.config.trainer.v1.sampler.max_off_policy_threshold
-        self._queue: deque[_Ahead] = deque()
-        self._taken: list[tuple[int, _Ahead]] = []  # with the step
+        v1 = self.config.trainer.v1
+        self._depth = v1.sampler.max_off_policy_threshold if v1.runs_ahead else 0
+        self._queue: deque[_Batch] = deque()
 
-    def take(self, wanted: int, step: int, timer: Timer) -> Batch:
-        with timer("wait"):
+    def _take(self, wanted: int, step: int, timer: Timer) -> Sequence[Unit]:
+        waiting = "wait" if self._depth else "gen"
+        with timer(waiting):
             self._settle()
         with timer("update_weights"):
-            self._publish()
-        self._taken = [(of_step, one) for of_step, one in self._taken if of_step == step]
-        while len(self._queue) <= self._age and (self.last_draw is None or self.draws < self.last_draw):
-            drawn = self.draw()
-            prompts = self.prompts_of(drawn)
-            self._queue.append(_Ahead(drawn, prompts, self._submit(prompts)))
-        first = self._queue.popleft()
-        self._taken.append((step, first))
-        with timer("wait"):
-            rows = self._result(first)
-        return self.joined(first.prompts, Batch(rows.tensors, rows.objects))
+            self.generation.publish()
+        with timer(waiting):
+            while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
+                drawn = self.draw()
+                if not self._depth:  # so that a step's samples do not depend on how many draws earlier steps took
+                    drawn = Drawn(step, sum(len(batch.drawn.rows) for _, batch in self._taken), drawn.rows)
+                prompts = self.prompts_of(drawn)
+                self._queue.append(_Batch(drawn=drawn, prompts=prompts, generation=self._start(prompts)))
+            self._wait_for(self._queue[0])
+        return [self._queue.popleft()]
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         self._settle()
         yield
 
-    def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
-        again = [one for of_step, one in self._taken if of_step > step]
-        return [(vars(one.drawn), self._rows(one)) for one in [*again, *self._queue]]
+    def items(self, step: int) -> list[Item]:
+        with suppress(Exception):  # `take` raises what generation has failed with
+            self._settle()
+        again = [batch for of_step, batch in self._taken if of_step > step]
+        return [(vars(batch.drawn), batch.rows) for batch in [*again, *self._queue]]
 
-    def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
+    def restore(self, items: Sequence[Item]) -> None:
         for facts, rows in items:
-            drawn, done = Drawn(**facts), Future[Batch]()
+            drawn, ended = Drawn(**facts), Future[Batch]()
             if rows is None:
-                done.set_exception(WorkersReplaced("generation had failed when the run was saved"))
+                ended.set_exception(WorkersReplaced("generation had failed when the run was saved"))
             else:
-                done.set_result(rows)
-            self._queue.append(_Ahead(drawn, self.prompts_of(drawn), done))
+                ended.set_result(rows)
+            self._queue.append(_Batch(drawn=drawn, prompts=self.prompts_of(drawn), generation=ended))
 
-    def _submit(self, prompts: Batch) -> Future[Batch]:
-        roles = self.generation.roles
-        columns, sink = self.generation.columns(prompts), self.grading.sink(prompts)
+    def _start(self, prompts: Batch) -> Future[Batch]:
+        """Generate: at depth 0 in this thread, since nothing works beside it."""
+        sink = self.grading.sink(prompts)
 
         def generate() -> Batch:
             with phase("rollout", len(prompts), unit="sample"):
-                return roles["rollout"].generate(columns, sampling_params(self.config), sink=sink)
+                return self.generation.generate(prompts, self._params, sink)
 
-        return roles.submit("rollout", generate)
-
-    def _result(self, one: _Ahead) -> Batch:
-        """The rows of a batch. Where a generator has died, all that were not done are drawn by the present weights."""
+        if self._depth:
+            return self.generation.roles.submit("rollout", generate)
+        ended = Future[Batch]()
         try:
-            return one.rows.result()
+            ended.set_result(generate())
+        except WorkersReplaced as replaced:
+            ended.set_exception(replaced)
+        return ended
+
+    def _wait_for(self, batch: _Batch) -> None:
+        """Until a batch is generated. Where a generator has died, the present weights generate all that it had."""
+        try:
+            batch.rows = batch.generation.result()
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
-            self._publish()
-            for other in dict.fromkeys([one, *self._queue]):
-                if not other.rows.done() or other.rows.exception() is not None:
-                    other.rows = self._submit(other.prompts)
-            return self._result(one)
-
-    def _rows(self, one: _Ahead) -> Batch | None:
-        """The rows of a batch; None where its generation has failed, which who takes the batch is told."""
-        try:
-            return self._result(one)
-        except Exception:
-            return None
+            self.generation.publish()
+            for other in self._queue:
+                if not other.generation.done() or other.generation.exception() is not None:
+                    other.generation = self._start(other.prompts)
+            self._wait_for(batch)
 
     def _settle(self) -> None:
-        for one in self._queue:
-            self._result(one)
-
-    def _publish(self) -> None:
-        try:
-            self.generation.weights.publish()
-        except WorkersReplaced as replaced:
-            self.generation.say(str(replaced))
-            self._publish()
+        for batch in self._queue:
+            self._wait_for(batch)

@@ -5,23 +5,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Share, StepRanges, inherits, key, section, step_range
+from valor.config.base import Section, Share, StepRanges, Strategy, follows, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
+    CriticCheckpointConfig,
+    CriticFSDPConfig,
+    CriticMegatronConfig,
     CriticModelConfig,
     FastOptimConfig,
-    FollowerFSDPConfig,
-    FollowerMegatronConfig,
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
-    ProfilerConfig,
-    ReferenceMegatronConfig,
+    RefFSDPConfig,
+    RefMegatronConfig,
 )
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
-_EXACT = {"needs_ref_log_probs": "the reference takes the actor's micro-batches with the exact KL"}
 _OWN_WEIGHTS = {"ref_has_weights": "with lora_rank the reference is the actor without its adapters"}
 _FSDP = ".strategy!=megatron"
 KLEstimator = Literal[
@@ -42,7 +42,7 @@ class PolicyLossConfig(Section):
 class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
-    strategy: str = "fsdp2"
+    strategy: Strategy = "fsdp2"
     """Training engine: fsdp2 or megatron."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
@@ -63,10 +63,9 @@ class UpdateConfig(Section):
     ulysses_sequence_parallel_size: PositiveInt = key(1, _FSDP)
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: OptimConfig = section(OptimConfig)
-    fsdp_config: FSDPConfig = section(FSDPConfig, _FSDP)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     megatron: MegatronConfig = section(MegatronConfig, ".strategy=megatron")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
 
     @property
     def max_rows(self) -> int | None:
@@ -107,23 +106,17 @@ class ActorConfig(UpdateConfig):
 
 
 class RefConfig(Section):
-    """The frozen reference model (present when a KL term needs it)."""
+    """The frozen reference model (present when a KL term needs it): beside the actor, and run as that is."""
 
-    strategy: str = inherits("actor_rollout_ref.actor.strategy")
-    """Engine: fsdp2 or megatron."""
-    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, {**_OWN_WEIGHTS, _FSDP: ""})
-    megatron: ReferenceMegatronConfig = section(ReferenceMegatronConfig, ".strategy=megatron")
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
-    """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
-    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz", _EXACT)
-    """true: form micro-batches by tokens alone."""
-    log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", _EXACT)
-    """Most tokens (padding included) in a forward micro-batch of one process."""
-    ulysses_sequence_parallel_size: PositiveInt = inherits(
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size", _FSDP
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
+    megatron: RefMegatronConfig = section(RefMegatronConfig)
+    strategy: Strategy = follows("actor_rollout_ref.actor.strategy")
+    log_prob_max_token_len_per_gpu: PositiveInt = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = follows(
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )
-    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
-    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    ulysses_sequence_parallel_size: PositiveInt = follows("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
 
     @property
     def max_rows(self) -> int | None:
@@ -135,12 +128,12 @@ class CriticConfig(
     UpdateConfig,
     strategy=inherits("actor_rollout_ref.actor.strategy"),
     ppo_mini_batch_size=inherits("actor_rollout_ref.actor.ppo_mini_batch_size", ".freeze=false"),
-    use_dynamic_bsz=inherits("actor_rollout_ref.actor.use_dynamic_bsz"),
+    use_dynamic_bsz=follows("actor_rollout_ref.actor.use_dynamic_bsz"),
     ppo_max_token_len_per_gpu=32768,
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", ".freeze=false"),
     shuffle=inherits("actor_rollout_ref.actor.shuffle"),
-    loss_agg_mode=inherits("actor_rollout_ref.actor.loss_agg_mode"),
-    loss_scale_factor=inherits("actor_rollout_ref.actor.loss_scale_factor"),
+    loss_agg_mode=follows("actor_rollout_ref.actor.loss_agg_mode"),
+    loss_scale_factor=follows("actor_rollout_ref.actor.loss_scale_factor"),
 ):
     """The value model's update."""
 
@@ -168,8 +161,9 @@ class CriticConfig(
     unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
     """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
     optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
-    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _FSDP)
-    megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
+    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
+    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig)
+    megatron: CriticMegatronConfig = section(CriticMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.value_levels[0] >= self.value_levels[1]:

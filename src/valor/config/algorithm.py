@@ -7,7 +7,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from valor.config.actor import KLKind
 from valor.config.base import PathStr, Section, Share, inherits, key, section
-from valor.config.rollout import StateMaskingConfig
 
 _OF_REWARDS = {".reward_source!=critic": "the advantage is V(last) - V"}
 
@@ -158,30 +157,18 @@ class AlgorithmConfig(Section):
     pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    state_masking: StateMaskingConfig = section(StateMaskingConfig)
-
-    def contradictions(self, at: str) -> Iterator[str]:
-        masked = self.reward_mask_ratio > 0
-        if self.reward_source == "critic" and masked:
-            yield (
-                f"{at}reward_source=critic replaces every reward and {at}reward_mask_ratio takes some away: for a part "
-                "of them use reward_source=rule_based with missing_reward=critic"
-            )
-        if masked and self.reward_mask_flip_adv_when_masked and self.adv_whitening == "mini_batch":
-            key = f"{at}reward_mask_flip_adv_when_masked"
-            yield f"{key}=true acts after whitening: set {at}adv_whitening to batch or none"
-        if self.agreement_mask and self.adv_whitening == "mini_batch":
-            yield f"{at}agreement_mask leaves advantages out after whitening: set {at}adv_whitening to batch or none"
-        if self.branch_values.share and (masked or self.reward_source == "critic"):
-            taken = "reward_mask_ratio" if masked else "reward_source=critic"
-            yield f"{at}branch_values grade outcomes, which {at}{taken} is to do without: drop one of them"
-        if self.rollout_correction.bypass_mode and self.exact_kl_in_reward:
-            yield (
-                f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."
-                "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
-            )
 
     @property
     def exact_kl_in_reward(self) -> bool:
         """Whether the penalty is the exact KL, which needs no log-probs of the reference."""
         return self.use_kl_in_reward and self.kl_penalty == "full"
+
+    @property
+    def flips_masked(self) -> bool:
+        """Whether advantages without a reward change their sign."""
+        return self.reward_mask_ratio > 0 and self.missing_reward != "exclude" and self.reward_mask_flip_adv_when_masked
+
+    @property
+    def reads_end_value(self) -> bool:
+        """Whether V(last) takes the place of masked rewards."""
+        return self.reward_mask_ratio > 0 and self.missing_reward in ("bootstrap", "critic")

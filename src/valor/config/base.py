@@ -7,56 +7,57 @@ from copy import copy
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from valor.config.tree import REFERENCE, lookup
+from valor.config.inheritance import fill_inherited
+from valor.config.tree import schema
 
 Rules = str | Mapping[str, str]
-MAIN_TREE: list[type[BaseModel]] = []
-"""The tree from whose defaults a section that is made alone inherits."""
 
 _LARGEST = 2**62  # of whole numbers: a seed of an ensemble's member, say, is this and a little more
 _LONGEST_PATH = 3800  # bytes, so that there is room for the names of files below
-_FIT = re.compile(r"[^\0\ud800-\udfff]*")  # neither NUL nor half of a surrogate pair
+_TEXT = re.compile(r"[^\0\ud800-\udfff]*")  # neither NUL nor half of a surrogate pair
 
 
 def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
     """Field default of a key that has rules.
 
     `only_with`: where the key has an effect: `KEY` (is set, is not 0), `KEY=value` or `KEY!=value`, several joined by
-    ` or `; or `never`. KEY is dotted from the root, `.name` is in the same section, and both may be properties. A
-    mapping gives several conditions, each with the reason to tell ("": told from the condition).
+    ` or `. KEY is dotted from the root, `.name` is in the same section, and both may be properties. A mapping gives
+    several conditions, each with the reason to show ("": made from the condition).
     `derived`: what null means, in words; the root fills it in.
     """
     return Field(default, json_schema_extra=_extra(only_with, derived=derived))
 
 
 def inherits(source: str, only_with: Rules = "") -> Any:
-    """Field default: null takes the value of another key.
+    """Field default: null takes the value of `source`, see `valor.config.inheritance`; `a.b` is short for `${a.b}`."""
+    return Field(None, json_schema_extra=_extra(only_with, inherits=_reference(source)))
 
-    `a.b.c` is a key from the root, `.c` a key of the same section (declared before this one), and a text with
-    `${...}` references is filled in.
-    """
 
-    def default(data: dict[str, Any]) -> Any:
-        if source.startswith("."):
-            return data.get(source[1:])
-        if "${." in source:
-            return REFERENCE.sub(lambda match: str(data.get(match[1][1:])), source)
-        return lookup(MAIN_TREE[0], {}, source)
+def follows(source: str, default: Any = None) -> Any:
+    """Field default of what no user sets: the value of `source`; in a section that is made alone `default`."""
+    return Field(default, exclude=True, json_schema_extra={"inherits": _reference(source), "hidden": True})
 
-    return Field(default_factory=default, json_schema_extra=_extra(only_with, inherits=source))
+
+def hidden(value: Any) -> Any:
+    """Field default of what no user sets, and which is always `value`."""
+    return Field(value, exclude=True, json_schema_extra={"hidden": True})
 
 
 def section(cls: type[BaseModel], only_with: Rules = "") -> Any:
     """Field default of a section: its own defaults. `only_with` holds for each of its keys."""
-    return Field(default_factory=cls, json_schema_extra=_extra(only_with))
+    return Field(default_factory=cls, exclude=not schema(cls), json_schema_extra=_extra(only_with))
+
+
+def _reference(source: str) -> str:
+    return source if "${" in source else f"${{{source}}}"
 
 
 def _extra(only_with: Rules, **more: str) -> dict[str, Any]:
     conditions = {only_with: ""} if isinstance(only_with, str) else dict(only_with)
-    return {"only_with": {one: reason for one, reason in conditions.items() if one}, **more}
+    return {"only_with": {condition: reason for condition, reason in conditions.items() if condition}, **more}
 
 
 def is_set(value: Any) -> bool:
@@ -67,7 +68,7 @@ def is_set(value: Any) -> bool:
 class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors.
 
-    `class Mine(Theirs, lr=1e-5)` is Theirs with other defaults: values, or `key(...)`, `inherits(...)`.
+    `class Mine(Theirs, lr=1e-5)` is Theirs with other defaults: values, `key(...)`, `inherits(...)`, `follows(...)`.
     """
 
     model_config = ConfigDict(
@@ -87,11 +88,17 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **defaults: Any) -> None:
         for name, default in defaults.items():
             field = cls.model_fields[name] = copy(cls.model_fields[name])
-            given = default if isinstance(default, FieldInfo) else Field(default)
-            field.default, field.default_factory = given.default, given.default_factory
-            field.json_schema_extra = given.json_schema_extra or field.json_schema_extra
+            declared = default if isinstance(default, FieldInfo) else Field(default)
+            field.default, field.default_factory = declared.default, declared.default_factory
+            field.json_schema_extra = declared.json_schema_extra or field.json_schema_extra
+            field.exclude = declared.exclude
         if defaults:
             cls.model_rebuild(force=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        return fill_inherited(cls, data) if isinstance(data, dict) else data
 
     def get(self, name: str, default: Any = None) -> Any:
         """A key's value, as of a dictionary: classes that were written for verl's configuration ask that way."""
@@ -114,7 +121,7 @@ class Section(BaseModel):
             raise ValueError("write null, not None")
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ValueError("whole numbers go up to 2**62, this one is beyond")
-        if isinstance(value, str) and not _FIT.fullmatch(value):
+        if isinstance(value, str) and not _TEXT.fullmatch(value):
             raise ValueError(f"{value[:40]!r} has characters that are no text")
         if isinstance(value, bool) and not _mentions(annotation, bool):
             raise ValueError("true/false is not a value for this key")
@@ -132,15 +139,22 @@ def _mentions(annotation: Any, kind: type) -> bool:
     return annotation in (kind, Any) or any(_mentions(part, kind) for part in get_args(annotation))
 
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-DType = Annotated[Literal["bfloat16", "float32"], BeforeValidator(lambda value: _DTYPES.get(str(value), value))]
-"""Floating-point format; bf16 and fp32 are accepted spellings."""
+def also(**spellings: str) -> BeforeValidator:
+    """Other spellings of values of a key, and the values that they mean."""
+    return BeforeValidator(lambda value: spellings.get(str(value), value))
+
+
+DType = Annotated[Literal["bfloat16", "float32"], also(bf16="bfloat16", fp32="float32", float="float32")]
+"""Floating-point format."""
+
+Strategy = Annotated[str, also(fsdp="fsdp2")]
+"""Name of a training engine."""
 
 
 def as_path(text: str) -> str:
     """The path, its leading ~ expanded. ValueError: no file system has such a one."""
     path = os.path.expanduser(text)
-    if not _FIT.fullmatch(path):
+    if not _TEXT.fullmatch(path):
         raise ValueError(f"{path[:40]!r} has characters that are no text")
     if len(path.encode()) > _LONGEST_PATH or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError(f"a path has names of at most 255 bytes and {_LONGEST_PATH} in all, got '{path[:40]}…'")

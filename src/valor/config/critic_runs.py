@@ -9,28 +9,24 @@ from valor.config.base import PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
-_OF_POLICY_TRAINING = """
-    actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.policy_loss.* actor_rollout_ref.actor.clip_*
-    actor_rollout_ref.actor.entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.ref.*
-    actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_* algorithm.lam* algorithm.ad[av]*
-    algorithm.gae_unit algorithm.gamma_turn algorithm.agreement_mask algorithm.divergence_mask
-    algorithm.branch_values.* algorithm.reward_noise actor_rollout_ref.actor.positive_nll_coef
-    algorithm.norm_* algorithm.singleton algorithm.truncation_bootstrap algorithm.reward_source
-    algorithm.reward_mask_* algorithm.missing_reward algorithm.use_* algorithm.kl_* algorithm.pf_ppo.*
-    algorithm.filter_groups.* algorithm.rollout_correction.* data.gen_batch_size trainer.critic_warmup trainer.val_*
-    trainer.test_freq trainer.keep_best trainer.log_* trainer.rollout_data_dir trainer.validation_data_dir
-    trainer.episode_data_dir actor_rollout_ref.rollout.agent.replay_dir trainer.rollout_probs_diff_warn
+_POLICY_UPDATE = """
+    actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.p*loss.* actor_rollout_ref.actor.clip_*
+    actor_rollout_ref.actor.*entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.actor.positive*
+    actor_rollout_ref.ref.* actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_*
+    actor_rollout_ref.rollout.agent.replay_dir data.gen_batch_size
+    algorithm.* !algorithm.gamma !algorithm.custom_path !algorithm.reward_[bt]*
+    trainer.critic_warmup trainer.val_* trainer.test_freq trainer.keep_best trainer.log_* trainer.*_data_dir
+    trainer.rollout_probs_diff_warn
 """
-_OF_CRITIC_TRAINING = """
-    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
+_CRITIC_UPDATE = """
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps
     critic.ppo_epochs critic.ppo_mini* critic.shuffle data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """
-_OF_ROLES = """
-    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.use_dynamic_bsz
-    critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
-    trainer.node_* trainer.master_*
+_PROCESSES = """
+    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.ppo_micro*
+    trainer.controller trainer.n*node* trainer.node_* trainer.master_* ray_kwargs.*
     actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """
 
@@ -51,13 +47,13 @@ class PretrainTrainerConfig(TrainerConfig, experiment_name="critic", total_epoch
 class CriticRunConfig(PPOConfig):
     """A run that is about a critic, whatever algorithm.adv_estimator says."""
 
-    always_critic: ClassVar[bool] = True
+    trains_policy: ClassVar[bool] = False
 
     def unused(self) -> dict[str, str]:
         pools = "resource_pools* actor_rollout_ref.rollout.nnodes trainer.v1.*"
         return super().unused() | {
-            "the policy is not trained here, and returns are outcomes (lambda 1)": _OF_POLICY_TRAINING,
-            "steps of a PPO run alone are traced": "global_profiler.* *.profiler.*",
+            "the policy is not trained here, and returns are outcomes (lambda 1)": _POLICY_UPDATE,
+            "steps of a PPO run alone are traced": "global_profiler.*",
             "policy and critic take turns on all processes of trainer.*": pools,
         }
 
@@ -67,8 +63,8 @@ class CriticRunConfig(PPOConfig):
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
         if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
-            given = self.reward.reward_model.gives
-            yield f"reward.reward_model.gives={given} is for advantages, and returns here are outcomes: use outcome"
+            gives = self.reward.reward_model.gives
+            yield f"reward.reward_model.gives={gives} is for advantages, and returns here are outcomes: use outcome"
 
 
 class CriticPretrainConfig(CriticRunConfig):
@@ -82,9 +78,9 @@ class CriticPretrainConfig(CriticRunConfig):
         return super().generator if self.pretrain.rollouts is None else None
 
     def unused(self) -> dict[str, str]:
-        held_out = {"pretrain.holdout keeps prompts back": "data.val_* data.validation_shuffle"}
-        given = {"pretrain.rollouts is what is read": "data.train_[fm]*"} if self.pretrain.rollouts is not None else {}
-        return super().unused() | held_out | given
+        held_out = {"pretrain.holdout keeps prompts back": "data.val_*"}
+        files = {} if self.pretrain.rollouts is None else {"pretrain.rollouts is what is read": "data.train_[fm]*"}
+        return super().unused() | held_out | files
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
@@ -118,7 +114,7 @@ class CriticScoreConfig(CriticRunConfig):
         return super().generator if self.score.rollouts is None else None
 
     def unused(self) -> dict[str, str]:
-        return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING}
+        return super().unused() | {"nothing is trained here": _CRITIC_UPDATE}
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
@@ -147,8 +143,8 @@ class CriticSearchConfig(CriticRunConfig):
         return "native"
 
     def unused(self) -> dict[str, str]:
-        one = "policy and critic are in this process, and `search` says how many answers"
-        return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING, one: _OF_ROLES}
+        reason = "policy and critic are in this process, and `search` says how many answers"
+        return super().unused() | {"nothing is trained here": _CRITIC_UPDATE, reason: _PROCESSES}
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
@@ -163,5 +159,5 @@ class CriticSearchConfig(CriticRunConfig):
 def held_out(config: PPOConfig) -> PPOConfig:
     """The tree of a run that answers its validation prompts as training prompts are answered."""
     data = config.data
-    own = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
-    return config.model_copy(update={"data": data.model_copy(update={**own, "train_batch_size": 1})})
+    files = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
+    return config.model_copy(update={"data": data.model_copy(update={**files, "train_batch_size": 1})})

@@ -22,8 +22,6 @@ class FilesConfig(Section):
     """Use only this many validation rows; -1 all."""
     prompt_key: str = "prompt"
     """Column with the prompt: chat messages (supervised runs: or text)."""
-    tools_key: str | None = "tools"
-    """Column with the schemas of the tools that a row's chat template shows; may be missing."""
     apply_chat_template_kwargs: dict[str, Any] = key({})
     """Extra arguments of the tokenizer's chat template, such as enable_thinking."""
     shuffle: bool = True
@@ -42,8 +40,6 @@ class CustomClsConfig(Section):
 class DataConfig(FilesConfig):
     """Prompts: where they are, how they are read, how many go into a step."""
 
-    tokenizer: PathStr | None = None
-    """Tokenizer for the prompts; null takes the policy's."""
     custom_cls: CustomClsConfig = section(CustomClsConfig)
     reward_fn_key: str = "data_source"
     """Column by which a grader is chosen."""
@@ -61,8 +57,6 @@ class DataConfig(FilesConfig):
     """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
     seed: Seed = inherits("trainer.seed")
     """Seed of the order of rows, and of those that *_max_samples draw."""
-    validation_shuffle: bool = False
-    """Draw validation prompts in random order."""
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length."""
     truncation: Truncation = "error"

@@ -10,9 +10,10 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from valor.config.base import as_path
+from valor.config.inheritance import inherited_from, single_source
 from valor.config.ppo import PPOConfig
 from valor.config.presets import COMMANDS
-from valor.config.tree import Key, is_section, plain_keys, schema
+from valor.config.tree import Key, below, fields, is_section, plain_keys, schema
 from valor.errors import UserError, did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
@@ -62,14 +63,13 @@ def describe_keys(*words: str, root: type[BaseModel] = PPOConfig) -> str:
 
     UserError: there is none.
     """
-    below = [f"{word.removesuffix('.')}." for word in words]
-    keys = [key for key in plain_keys(root) if all(f"{key.name}.".startswith(prefix) for prefix in below)]
-    if not keys:
-        texts = {key.name: (key, f"{key.name} {key.info.description}".casefold()) for key in plain_keys(root)}
-        keys = [key for key, text in texts.values() if all(word.casefold() in text for word in words)]
-    if not keys:
+    prefixes, keys = [word.removesuffix(".") for word in words], plain_keys(root)
+    texts = {key: f"{key.name} {key.info.description}".casefold() for key in keys}
+    chosen = [key for key in keys if all(below(key.name, prefix) for prefix in prefixes)]
+    chosen = chosen or [key for key in keys if all(word.casefold() in texts[key] for word in words)]
+    if not chosen:
         raise UserError(unknown_key(root, " ".join(words)))
-    rows = map(key_row, keys)
+    rows = map(key_row, chosen)
     return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
 
 
@@ -81,11 +81,11 @@ def describe_commands(*words: str) -> str:
     lines, mistakes = list[str](), list[str]()
     for command, root in COMMANDS.items():
         try:
-            own = [line for line in describe_keys(*words, root=root).splitlines() if line not in lines]
+            more = [line for line in describe_keys(*words, root=root).splitlines() if line not in lines]
         except UserError as error:
             mistakes.append(str(error))
-            continue
-        lines += [f"\nvalor {command}:", *own] if own and root is not PPOConfig else own
+        else:
+            lines += [f"\nvalor {command}:", *more] if more and root is not PPOConfig else more
     if not lines:
         raise UserError(next((line for line in mistakes if "did you mean" in line), mistakes[0]))
     return "\n".join(lines).strip()
@@ -93,10 +93,9 @@ def describe_commands(*words: str) -> str:
 
 def default_text(key: Key) -> str:
     """The default of `key`; `= other.key` where it is inherited."""
-    source = key.inherits
-    if source is not None:
-        return source if "${" in source else f"= {source}"
-    return key.declared("derived") or show(key.info.get_default(call_default_factory=True)).strip("'")
+    if source := inherited_from(key):
+        return f"= {single_source(key)}" if single_source(key) else source
+    return key.declared("derived") or show(key.default).strip("'")
 
 
 def show(value: Any) -> str:
@@ -117,19 +116,16 @@ def nearest(root: type[BaseModel], key: str) -> list[str]:
     """
     keys, (parent, _, last) = list(schema(root)), key.rpartition(".")
     initials = "".join(word[:1] for word in last.split("_"))
-    names: dict[str, list[str]] = {}
-    for name in keys:
-        names.setdefault(name.rpartition(".")[2], []).append(name)
-    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == parent}
-    similar = [*({initials} & siblings.keys()), *difflib.get_close_matches(last, siblings)]
-    found = (
+    last_names = {name: name.rpartition(".")[2] for name in keys}
+    siblings = {short: name for name, short in last_names.items() if name == f"{parent}.{short}"}
+    candidates = (
         [name for name in keys if name.endswith(f".{key}")]
-        or [siblings[name] for name in similar]
-        or difflib.get_close_matches(key, names.get(last, []), cutoff=0.0)
-        or names.get(initials, [])
+        or [siblings[short] for short in {initials} & siblings.keys() or difflib.get_close_matches(last, siblings)]
+        or difflib.get_close_matches(key, [name for name in keys if last_names[name] == last], cutoff=0.0)
+        or [name for name in keys if last_names[name] == initials]
         or difflib.get_close_matches(key, keys, cutoff=0.75)
     )
-    return list(dict.fromkeys(found))[:3]
+    return candidates[:3]
 
 
 def unknown_key(root: type[BaseModel], key: str) -> str:
@@ -142,19 +138,14 @@ def unknown_key(root: type[BaseModel], key: str) -> str:
     return f"unknown key '{key}': did you mean {choice}?"
 
 
-def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Collection[str]) -> list[str]:
-    """One line per wrong key; a key that only inherited a wrong value is left out."""
-    wrong: dict[str, list[ErrorDetails]] = {}
+def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Collection[str]) -> dict[str, str]:
+    """A line about each wrong key; a key that only inherited a wrong value is left out."""
+    wrong: dict[str, ErrorDetails] = {}
     for detail in error.errors(include_url=False):
-        if detail["type"] != "default_factory_not_called":
-            wrong.setdefault(_key_of(root, detail["loc"]), []).append(detail)
-    inherited = {key for key in wrong.keys() & schema(root).keys() if schema(root)[key].inherits in wrong}
-    return [_line(root, key, details[0]) for key, details in wrong.items() if key in set_keys or key not in inherited]
-
-
-def wrong_keys(root: type[BaseModel], error: ValidationError) -> list[str]:
-    """The keys that an error is about."""
-    return list(dict.fromkeys(_key_of(root, detail["loc"]) for detail in error.errors(include_url=False)))
+        wrong.setdefault(_key_of(root, detail["loc"]), detail)
+    sources = {key: single_source(fields(root)[key]) for key in wrong if key in fields(root)}
+    first = [key for key in wrong if key in set_keys or sources.get(key) not in wrong]
+    return {key: _line(root, key, wrong[key]) for key in first}
 
 
 def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
@@ -166,22 +157,20 @@ def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
     return ".".join(names[:end] if end and not is_section(root, ".".join(names[:end])) else names[: end + 1])
 
 
-def _line(root: type[BaseModel], key: str, detail: ErrorDetails) -> str:
-    found = schema(root).get(key)
-    if detail["type"] == "extra_forbidden" or found is None:
-        return unknown_key(root, key)
-    if detail["type"] in ("model_type", "dict_type") and is_section(root, key):
-        return not_a_section(key, detail["input"])
+def _line(root: type[BaseModel], name: str, detail: ErrorDetails) -> str:
+    key, value, location = schema(root).get(name), detail["input"], ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden" or key is None:
+        return unknown_key(root, name)
+    if key.section is not None:
+        return not_a_section(name, value)
     if detail["type"] == "value_error":
-        return f"{key}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
-    value, location = detail["input"], ".".join(map(str, detail["loc"]))
-    if get_origin(found.info.annotation) is dict and location != key:  # entries of a user's own naming
+        return f"{name}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
+    if get_origin(key.info.annotation) is dict and location != name:  # entries of a user's own naming
         message = detail["msg"]
         return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
-    text = f"{key}: expected {type_text(found)}, got {show(value)}"
-    allowed = detail.get("ctx", {}).get("expected", "")
+    allowed = detail.get("ctx", {}).get("expected", "") if detail["type"] == "literal_error" else ""
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
-    return text + (did_you_mean(str(value), options, cutoff=0.7) if detail["type"] == "literal_error" else "")
+    return f"{name}: expected {type_text(key)}, got {show(value)}{did_you_mean(str(value), options, cutoff=0.7)}"
 
 
 def not_a_section(key: str, value: Any) -> str:

@@ -5,12 +5,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, Section, Share, inherits, key
+from valor.config.base import CountOrOff, DType, PathStr, Section, Share, follows, hidden, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
+TracedRole = Literal["actor", "critic", "ref", "rollout"]
 Content = Literal["cpu", "cuda", "memory", "shapes", "stack"]
+KERNELS = ("compile", "use_liger")
 RESUMABLE = ["model", "optimizer", "extra"]
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_FSDP = {"..strategy!=megatron": ""}
 _NO_ADAPTER = {".lora_rank": "", ".lora_adapter_path=null": "the adapter at lora_adapter_path says which"}
 
 
@@ -34,9 +37,9 @@ class BackboneConfig(Section):
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them."""
     use_remove_padding: bool = True
-    """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
+    """Pack the rows of a micro-batch without padding; false pads them to the longest."""
     share_prefixes: bool = key(True, ".use_remove_padding")
-    """Tokens with which several rows of a micro-batch begin, such as the prompt of a group, are computed once."""
+    """Compute a beginning that several rows of a micro-batch share, such as the prompt of a group, once."""
     compile: bool = key(False, ".use_remove_padding")
     """Training passes by torch.compile, checked against the plain ones at the start; needs a C++ compiler on CPUs."""
     use_liger: bool = False
@@ -70,6 +73,7 @@ class CriticModelConfig(
     BackboneConfig,
     path=inherits("actor_rollout_ref.model.path"),
     trust_remote_code=inherits("actor_rollout_ref.model.trust_remote_code"),
+    **{name: follows(f"actor_rollout_ref.model.{name}") for name in ("external_lib", "share_prefixes", *KERNELS)},
 ):
     """The value model: a causal language model with a token-classification head, or a published critic."""
 
@@ -78,57 +82,78 @@ class CriticModelConfig(
 
 
 class FSDPConfig(Section):
-    """How a model is sharded, in which precision it computes, and what is moved to the host between phases."""
+    """Precision, memory and sharding of a model; megatron reads dtype and the two *_offload."""
 
     param_offload: bool = False
     """Keep parameters in host memory while the role is idle."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory while the role is idle."""
-    offload_policy: bool = key(False, "trainer.device!=cpu")
+    """Keep optimizer state (megatron: and gradients) in host memory while the role is idle."""
+    offload_policy: bool = key(False, {"trainer.device!=cpu": "", **_FSDP})
     """Parameters, gradients and optimizer state live in host memory also while computing (CUDA)."""
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | None = key(None, _FSDP)
     """Save memory, send more: free layers after each use, reduce gradients every micro-batch. null: true on GPUs."""
-    fsdp_size: int = -1
+    fsdp_size: int = key(-1, _FSDP)
     """Processes per shard group; the groups hold copies of each other. -1 is one group."""
-    forward_prefetch: bool = False
-    """Gather the next layer's parameters while the present one computes."""
-    model_dtype: DType = "float32"
+    model_dtype: DType = key("float32", _FSDP)
     """Precision in which parameters and optimizer state are kept; in bfloat16 a small update is lost in rounding."""
     dtype: DType = "bfloat16"
-    """Precision of the forward and backward pass."""
+    """Precision of the forward and backward pass; the optimizer of megatron keeps float32 copies of its parameters."""
 
 
-class FollowerFSDPConfig(
+def _as_the_actor(section: str, *names: str) -> dict[str, Any]:
+    return {name: follows(f"actor_rollout_ref.actor.{section}.{name}") for name in names}
+
+
+def _inherited(section: str, *names: str) -> dict[str, Any]:
+    return {name: inherits(f"actor_rollout_ref.actor.{section}.{name}") for name in names}
+
+
+class CriticFSDPConfig(
     FSDPConfig,
-    model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
-    dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
+    **_inherited("fsdp_config", "model_dtype", "dtype"),
+    **_as_the_actor("fsdp_config", "offload_policy", "reshard_after_forward", "fsdp_size"),
 ):
-    """How a model beside the actor is sharded; in the actor's precision, so that the reference's KL starts at zero."""
+    """The same for the critic."""
 
 
-class MegatronLayout(Section):
-    """How megatron-core divides a model over the processes, and computes it (strategy=megatron)."""
+class RefFSDPConfig(
+    FSDPConfig,
+    **_inherited("fsdp_config", "model_dtype"),
+    **_as_the_actor("fsdp_config", "offload_policy", "reshard_after_forward", "fsdp_size", "dtype"),
+    optimizer_offload=hidden(False),
+):
+    """The same for the reference; it computes in the actor's precision, so that the KL starts at zero."""
+
+
+class RewardModelFSDPConfig(
+    FSDPConfig,
+    optimizer_offload=hidden(False),
+    offload_policy=hidden(False),
+    reshard_after_forward=hidden(None),
+    fsdp_size=hidden(-1),
+    model_dtype=hidden("float32"),
+):
+    """The same for the reward model."""
+
+
+class MegatronConfig(Section):
+    """How megatron-core divides a model over the processes (strategy=megatron); roles that share these agree in it."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Processes that share each layer's matrices; must divide the key-value heads."""
+    """Processes that share each layer's matrices (and the positions between them); must divide the key-value heads."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of consecutive layers; must divide the layers."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = key(None, ".pipeline_model_parallel_size!=1")
-    """Runs of layers of each stage, which take turns; null: one."""
     context_parallel_size: PositiveInt = 1
     """Processes that share the positions of every row (all-to-all over the heads); needs packed rows."""
     expert_model_parallel_size: PositiveInt = 1
     """Processes that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share each expert's matrices; null: tensor_model_parallel_size."""
-    sequence_parallel: bool = key(True, ".tensor_model_parallel_size!=1")
-    """Processes that share matrices share the positions outside of them, too."""
-    dtype: DType = "bfloat16"
-    """Precision of parameters and computing; with bfloat16 the optimizer keeps float32 copies."""
-    param_offload: bool = False
-    """Keep parameters in host memory while the role is idle."""
     override_transformer_config: dict[str, Any] = key({})
     """Further fields of megatron-core's TransformerConfig, such as recompute_granularity."""
+    dtype: DType = follows("..fsdp_config.dtype", "bfloat16")
+    param_offload: bool = follows("..fsdp_config.param_offload", False)
+    optimizer_offload: bool = follows("..fsdp_config.optimizer_offload", False)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -141,32 +166,28 @@ class MegatronLayout(Section):
         }
 
 
-class MegatronConfig(MegatronLayout):
-    """The same for a model that is trained."""
-
-    use_distributed_optimizer: bool = True
-    """Each data-parallel process keeps a part of the optimizer's state; false: each keeps all of it."""
-    grad_offload: bool = False
-    """Free the gradients' memory while the role is idle."""
-    optimizer_offload: bool = False
-    """Keep optimizer state in host memory while the role is idle."""
-    override_ddp_config: dict[str, Any] = key({})
-    """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
+_TENSOR_AND_STAGES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_POSITIONS_AND_EXPERTS = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-_AS_THE_ACTOR = {
-    name: inherits(f"actor_rollout_ref.actor.megatron.{name}")
-    for name in MegatronLayout.model_fields
-    if name not in ("param_offload", "override_transformer_config")
-}
+class CriticMegatronConfig(
+    MegatronConfig,
+    **_inherited("megatron", *_TENSOR_AND_STAGES),
+    **_as_the_actor("megatron", *_POSITIONS_AND_EXPERTS),
+):
+    """The same for the critic, divided as the actor unless it has processes of its own."""
 
 
-class FollowerMegatronConfig(MegatronConfig, **_AS_THE_ACTOR):
-    """A model beside the actor: divided as the actor, with which it shares the processes."""
+class RewardModelMegatronConfig(
+    MegatronConfig,
+    **_as_the_actor("megatron", *_TENSOR_AND_STAGES, *_POSITIONS_AND_EXPERTS),
+    override_transformer_config=hidden({}),
+):
+    """The reward model, divided as the actor."""
 
 
-class ReferenceMegatronConfig(MegatronLayout, **_AS_THE_ACTOR):
-    """A frozen model: divided as the actor, with which it shares the processes."""
+class RefMegatronConfig(RewardModelMegatronConfig, **_as_the_actor("megatron", "override_transformer_config")):
+    """The reference, divided as the actor."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -193,8 +214,6 @@ class OptimConfig(Section):
     """Learning rate after warm-up."""
     min_lr_ratio: Share = key(0.0, ".lr_scheduler_type!=constant")
     """Floor of the cosine and linear schedules as a share of lr."""
-    num_cycles: PositiveFloat = key(0.5, ".lr_scheduler_type=cosine")
-    """Cosine periods over the run; 0.5 falls once from lr to the floor."""
 
 
 class FastOptimConfig(OptimConfig, lr=1e-5):
@@ -202,37 +221,31 @@ class FastOptimConfig(OptimConfig, lr=1e-5):
 
 
 class CheckpointConfig(Section):
-    """What a role writes into a checkpoint and reads back."""
+    """What actor and critic write into a checkpoint and read back."""
 
     save_contents: Annotated[list[Part], AfterValidator(_resumable)] = key(RESUMABLE)
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""
 
 
-class ProfilerConfig(Section):
-    """Traces of this role."""
-
-    enable: bool = False
-    """Trace every call of this role in the steps global_profiler.steps."""
-    all_ranks: bool = key(False, ".enable")
-    """Trace all ranks."""
-    ranks: list[NonNegativeInt] = key([], {".enable": "", ".all_ranks=false": ""})
-    """Ranks to trace; [] is rank 0."""
-
-    def traces(self, rank: int) -> bool:
-        """Whether the role is traced on this rank."""
-        return self.enable and (self.all_ranks or rank in (self.ranks or [0]))
+class CriticCheckpointConfig(
+    CheckpointConfig, save_contents=follows("actor_rollout_ref.actor.checkpoint.save_contents")
+):
+    """The same parts of the critic."""
 
 
 class GlobalProfilerConfig(Section):
-    """Which steps are traced."""
+    """Which calls are traced."""
 
     tool: Literal["torch"] | None = None
     """torch writes traces for chrome://tracing and Perfetto; null none."""
     steps: list[PositiveInt] | None = key(None, ".tool")
     """Steps to trace."""
+    roles: list[TracedRole] = key(["actor", "critic", "ref", "rollout"], ".tool")
+    """Roles whose calls are traced."""
+    ranks: list[NonNegativeInt] = key([0], ".tool")
+    """Ranks to trace; [] all."""
     save_path: PathStr = key("outputs/profile", ".tool")
     """Folder of the traces: step_N/rankR.ROLE.METHOD.CALL.json.gz."""
-
     contents: list[Content] = key(["cpu", "cuda"], ".tool")
     """What is recorded: cpu always, cuda where there is one; memory, shapes and stack make traces large."""
 

@@ -4,18 +4,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Generic, TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from valor.config.base import Section, is_set
-from valor.config.command_line import parse_overrides, read_arguments
-from valor.config.composition import Reading, compose_tree, translate
-from valor.config.describe import describe_errors, show, wrong_keys
+from valor.config.command_line import read_arguments
+from valor.config.composition import read_tree
+from valor.config.describe import describe_errors, show
+from valor.config.inheritance import absolute
 from valor.config.ppo import PPOConfig
-from valor.config.tree import absolute, flatten, get_at, matches, nested, schema
+from valor.config.tree import below, flatten, get_at, matches, nested, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -26,7 +26,7 @@ class LoadedConfig(Generic[Root]):
     """A validated tree and how it came about.
 
     explicit_keys: keys set by an override, or by a yaml file to something other than the default.
-    notes: what to tell the user once (aliases that were read, settings without effect).
+    notes: lines to print once (aliases that were read, settings without effect).
     presets: of each built-in named configuration that was asked for, the keys whose values are its own.
     """
 
@@ -50,27 +50,25 @@ def load(
     `derive` gives values to keys that are null.
     """
     line = read_arguments(argv)
-    reading = Reading(*parse_overrides(line.overrides))
-    compose_tree(root, line, reading)
-    translate(root, reading)
-    mistakes, wrong = reading.mistakes, list[str]()
+    reading = read_tree(root, line)
+    mistakes, wrong = reading.mistakes, dict[str, str]()
     try:
         config = root.model_validate(reading.tree)
     except ValidationError as error:
-        mistakes += describe_errors(root, error, reading.set_keys)
-        wrong = wrong_keys(root, error)
+        wrong = describe_errors(root, error, reading.set_keys)
+        mistakes += wrong.values()
         try:  # with their defaults, to see what else is wrong
             flat = flatten(reading.tree).items()
-            rest = {key: value for key, value in flat if not any(f"{key}.".startswith(f"{one}.") for one in wrong)}
+            rest = {key: value for key, value in flat if key in reading.set_keys and not below(key, *wrong)}
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
-    asked = check if line.dry_run or not mistakes else None
-    values = derive(config) if asked is not None else {}
-    if values := {key: value for key, value in values.items() if get_at(reading.tree, key) is None}:
-        config = root.model_validate(nested(flatten(config.model_dump()) | values))
-    found = contradictions(config) + (asked(config) if asked is not None else [])
-    mistakes += [line for line in found if not any(key in line for key in wrong)]
+    acting = line.dry_run or not mistakes
+    derived = derive(config) if check is not None and acting else {}
+    if derived := {key: value for key, value in derived.items() if get_at(reading.tree, key) is None}:
+        config = root.model_validate(nested(flatten(config.model_dump()) | derived))
+    more = contradictions(config) + (check(config) if check is not None and acting else [])
+    mistakes += [mistake for mistake in more if not any(key in mistake for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
     notes = tuple(dict.fromkeys(reading.notes))
@@ -86,14 +84,14 @@ def dump_yaml(config: Section) -> str:
 
 def contradictions(config: Section) -> list[str]:
     """What the sections of a tree find in themselves, but for sections that are off and keys that this run ignores."""
-    lines, off = [*config.contradictions("")], tuple[str, ...]()
+    lines, off = [*config.contradictions("")], list[str]()
     for name in (key.name for key in schema(type(config)).values() if key.section is not None):
-        section: Any = _value(config, name)
+        section: Any = get_at(config, name)
         if getattr(section, "enable", True) is False:
-            off += (f"{name}.",)
-        if not f"{name}.".startswith(off) and next(_reasons(config, f"{name}.*"), None) is None:
-            found = section.contradictions(f"{name}.")  # lines that begin with the key that is to change
-            lines += [line for line in found if next(_reasons(config, re.split("[ =]", line)[0]), None) is None]
+            off.append(name)
+        if not below(name, *off) and next(_reasons(config, f"{name}.*"), None) is None:
+            named = {line: re.split("[ =]", line)[0] for line in section.contradictions(f"{name}.")}
+            lines += [line for line, key in named.items() if next(_reasons(config, key), None) is None]
     return lines
 
 
@@ -108,12 +106,12 @@ def _reasons(config: Section, key: str) -> Iterator[str]:
     for reason, patterns in config.unused().items():
         if matches(key, patterns.split()):
             yield f"no effect: {reason}"
-    for condition, reason, place in conditions(type(config), key):
+    for condition, reason, rule_key in conditions(type(config), key):
         alternatives = condition.split(" or ")
-        asked = [_named(one, place) for one in alternatives]
-        if key in asked or any(_holds(config, one, place) for one in alternatives):
+        sources = [_named(alternative, rule_key) for alternative in alternatives]
+        if key in sources or any(_holds(config, alternative, rule_key) for alternative in alternatives):
             continue
-        value, short = _value(config, asked[0]), ".".join(asked[0].split(".")[-2:])
+        value, short = get_at(config, sources[0]), ".".join(sources[0].split(".")[-2:])
         if reason or value is None:
             yield f"no effect: {reason or f'{short} is not set'}"
         else:
@@ -121,28 +119,23 @@ def _reasons(config: Section, key: str) -> Iterator[str]:
 
 
 def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
-    """Every `only_with` on `key` and on the sections around it, as (condition, reason, the key where it stands)."""
-    for place, one in schema(root).items():
-        if f"{key}.".startswith(f"{place}."):
-            for condition, reason in (one.declared("only_with") or {}).items():
-                yield condition, reason, place
+    """Every `only_with` on `key` and on the sections around it: condition, reason, the key whose rule it is."""
+    for rule_key, declared in schema(root).items():
+        if below(key, rule_key):
+            for condition, reason in (declared.declared("only_with") or {}).items():
+                yield condition, reason, rule_key
 
 
-def _named(condition: str, place: str) -> str:
+def _named(condition: str, rule_key: str) -> str:
     """The key that a condition is about."""
-    return absolute(condition.partition("=")[0].removesuffix("!"), place)
+    return absolute(condition.partition("=")[0].removesuffix("!"), rule_key)
 
 
-def _holds(config: Section, condition: str, place: str) -> bool:
-    value = _value(config, _named(condition, place))
+def _holds(config: Section, condition: str, rule_key: str) -> bool:
+    value = get_at(config, _named(condition, rule_key))
     left, equals, wanted = condition.partition("=")
     return (_as_typed(value) == wanted) != left.endswith("!") if equals else is_set(value)
 
 
 def _as_typed(value: Any) -> str:
     return show(value).strip("'")
-
-
-def _value(config: Section, key: str) -> Any:
-    """None where this tree has no such key."""
-    return reduce(lambda section, name: getattr(section, name, None), key.split("."), config)

@@ -5,15 +5,16 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt, model_validator
 
-from valor.config.actor import ActorConfig, CriticConfig, RefConfig
+from valor.config.actor import ActorConfig, CriticConfig, RefConfig, UpdateConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import MAIN_TREE, Section, key, section
+from valor.config.base import Section, key, section
 from valor.config.data import DataConfig
-from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig, ModelConfig
+from valor.config.inheritance import MAIN_TREE, fill_inherited, lookup
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RetrieverConfig, RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited, get_at, lookup, set_at
+from valor.config.tree import get_at, set_at
 
 CRITIC_BY_DEFAULT = ("gae", "vtrace", "evpo")
 """The estimators with which critic.enable is true where it is not set; the first is the default."""
@@ -34,7 +35,8 @@ class ActorRolloutRefConfig(Section):
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
-    always_critic: ClassVar[bool] = False
+    trains_policy: ClassVar[bool] = True
+    """Whether the policy is updated; a run that is about a critic alone has one whatever the estimator."""
 
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig, {"critic.enable": "this run has no critic"})
@@ -60,7 +62,7 @@ class PPOConfig(Section):
         tree = fill_inherited(cls, data)
         if get_at(tree, "critic.enable") is None:
             estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT[0]
-            set_at(tree, "critic.enable", cls.always_critic or estimator in CRITIC_BY_DEFAULT)
+            set_at(tree, "critic.enable", not cls.trains_policy or estimator in CRITIC_BY_DEFAULT)
         if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
             set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
         if get_at(tree, MAX_LENGTH) is None:
@@ -68,10 +70,6 @@ class PPOConfig(Section):
             if all(isinstance(part, int) for part in parts):  # what is no number is told where it was set
                 set_at(tree, MAX_LENGTH, sum(parts))
         return tree
-
-    def unused(self) -> dict[str, str]:
-        sections = "actor_rollout_ref.ref", "reward.reward_model"
-        return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
 
     @property
     def generator(self) -> str | None:
@@ -85,48 +83,40 @@ class PPOConfig(Section):
 
     @property
     def _loops(self) -> dict[str, str]:
-        """The loops that keys ask for, each with the setting that does."""
+        """The loops that keys switch on, each with the setting that does."""
         rollout = self.actor_rollout_ref.rollout
-        environment = rollout.agent.environment
-        asked = {
+        environment = None if rollout.multi_turn.enable else rollout.agent.environment  # its methods are tools
+        settings = {
             "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
             "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",
             "search_agent": self.do_search and "do_search=true",
         }
-        return {loop: setting for loop, setting in asked.items() if setting}
+        return {loop: setting for loop, setting in settings.items() if setting}
 
     @property
     def plays_episodes(self) -> bool:
         """Whether a row may have more than one turn."""
-        own = self.actor_rollout_ref.rollout.agent.agent_loop_config_path
-        return self.default_agent_loop != SINGLE_TURN or own is not None
+        loops = self.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        return self.default_agent_loop != SINGLE_TURN or loops is not None
 
     @property
     def start_length(self) -> int:
         """Longest first prompt in tokens."""
-        searching = self.do_search and self.data.max_start_length
-        return searching or self.data.max_prompt_length
+        return (self.do_search and self.data.max_start_length) or self.data.max_prompt_length
 
     @property
     def episode_length(self) -> int:
-        """Most tokens after the prompt of a row: the policy's, and what it is told. Search-R1 counts
+        """Most tokens after the prompt of a row, the policy's and those it is shown. Search-R1 counts
         data.max_response_length for each turn, and data.max_prompt_length for all before the last."""
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        checks = (self._lengths, self._batches, self._critic, self._losses, self._asynchronous, self._reward_steps)
-        for check in (*checks, self._cluster):
+        """Contradictions between sections; those of a phase of the step are in the phase."""
+        for check in (self._lengths, self._batches, self._asynchronous, self._reward_steps, self._cluster):
             yield from check()
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
                 yield f"trainer.{name}=true needs validation prompts: set data.val_files"
-        if self.global_profiler.tool is not None and not self.traced_roles:
-            yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
-        if self.algorithm.branch_values.share and self.plays_episodes:
-            yield (
-                "algorithm.branch_values.share: branches go off answers of one turn, and this run's loop "
-                f"({self.default_agent_loop}) may play several: set it to 0"
-            )
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -134,111 +124,85 @@ class PPOConfig(Section):
     def _reward_steps(self) -> Iterator[str]:
         """What a reward model that reads tokens does not go with."""
         model, algorithm = self.reward.reward_model, self.algorithm
-        asked = f"reward.reward_model.gives={model.gives}"
+        gives = f"reward.reward_model.gives={model.gives}"
         if not model.enable or model.gives == "outcome":
             return
         if self.plays_episodes:
-            yield f"{asked} reads answers of one turn, and here episodes are played: use gives=outcome"
+            yield f"{gives} reads answers of one turn, and here episodes are played: use gives=outcome"
         if algorithm.reward_binarize and model.gives == "steps":
-            yield f"{asked} gives rewards along the answer, algorithm.reward_binarize one at its end: drop one of them"
+            yield f"{gives} gives rewards along the answer, algorithm.reward_binarize one at its end: drop one of them"
         if not model.scores and (algorithm.reward_mask_ratio > 0 or algorithm.reward_source == "critic"):
-            taken = "reward_source=critic" if algorithm.reward_source == "critic" else "reward_mask_ratio"
-            yield f"{asked} adds to the advantages of a reward that algorithm.{taken} takes away: drop one of them"
+            other = "reward_source=critic" if algorithm.reward_source == "critic" else "reward_mask_ratio"
+            yield f"{gives} adds to the advantages of a reward that algorithm.{other} takes away: drop one of them"
 
     def _lengths(self) -> Iterator[str]:
         data, buffer = self.data, self.reward.reward_kwargs.overlong_buffer_cfg
-        whole, longest = data.max_prompt_length + data.max_response_length, self.actor_rollout_ref.rollout.max_model_len
-        if longest < whole:
-            both = f"data.max_prompt_length + data.max_response_length = {whole}"
+        needed, longest = (
+            data.max_prompt_length + data.max_response_length,
+            self.actor_rollout_ref.rollout.max_model_len,
+        )
+        if longest < needed:
+            both = f"data.max_prompt_length + data.max_response_length = {needed}"
             yield f"{MAX_LENGTH}={longest} is less than {both}: raise it, or lower one of them"
         if buffer.enable and self.reward.reward_manager.name == "dapo" and buffer.len > data.max_response_length:
             limit = f"data.max_response_length={data.max_response_length}"
             yield f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
 
     def _cluster(self) -> Iterator[str]:
-        if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.address is not None:
+        if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.get("address") is not None:
             yield "trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one"
 
     def _batches(self) -> Iterator[str]:
         prompts, sizes = self.data.train_batch_size, dict[int, str]()
-        if not self.always_critic:
+        if self.trains_policy:
             sizes[self.actor_rollout_ref.actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"
-        if self.critic.enable and not self.critic.freeze:
+        if self.trains_critic:
             sizes.setdefault(self.critic.ppo_mini_batch_size, "critic")
         for size, role in sizes.items():
             if size > prompts:
                 more = f"is more than data.train_batch_size={prompts} prompts: set it to {prompts} or less"
                 yield f"{role}.ppo_mini_batch_size={size} prompts {more}"
 
-    def _critic(self) -> Iterator[str]:
-        algorithm, critic, warmup = self.algorithm, self.critic, self.trainer.critic_warmup
-        if not critic.enable:
-            masked = algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
-            needs = {
-                f"trainer.critic_warmup={warmup}": warmup > 0,
-                "algorithm.reward_source=critic": algorithm.reward_source == "critic",
-                f"algorithm.missing_reward={algorithm.missing_reward}": masked,
-                f"algorithm.branch_values.share={algorithm.branch_values.share}": algorithm.branch_values.share > 0,
-            }
-            yield from (f"{setting} needs a critic: set critic.enable=true" for setting, on in needs.items() if on)
-        elif critic.ensemble_shards and critic.ensemble_size > (n := self.actor_rollout_ref.rollout.n):
-            size = f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size}"
-            yield f"{size} parts the samples of a prompt: set actor_rollout_ref.rollout.n to that or more, it is {n}"
-        elif critic.freeze:
-            if warmup > 0:
-                yield "trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them"
-            if critic.model.path == self.actor_rollout_ref.model.path and critic.model.lora_adapter_path is None:
-                yield (
-                    "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
-                    "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
-                )
-
-    def _losses(self) -> Iterator[str]:
-        mode, correction = self.actor_rollout_ref.actor.policy_loss.loss_mode, self.algorithm.rollout_correction
-        if self.policy_loss != mode and mode not in ("vanilla", "reinforce"):
-            both = f"loss_type={correction.loss_type} and actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
-            remedy = "use loss_type=ppo_clip, or leave loss_mode at vanilla"
-            yield f"algorithm.rollout_correction.{both} are two policy losses: {remedy}"
-
     def _asynchronous(self) -> Iterator[str]:
         v1, sampler = self.trainer.v1, "trainer.v1.sampler"
-        mode = f"trainer.v1.trainer_mode={v1.trainer_mode}"
+        mode, sync_step = f"trainer.v1.trainer_mode={v1.trainer_mode}", v1.separate_async.parameter_sync_step
         if v1.trainer_mode == "separate_async" and not self.rollout_apart:
             yield f"{mode} needs processes for generation: set {ROLLOUT_NODES}=1"
         if v1.trainer_mode == "colocate_async" and self.rollout_apart:
             yield f"{mode} generates in the trainer's processes, and rollout has some of its own: use separate_async"
-        updates = self._updates
-        if (v1.separate_async.parameter_sync_step or updates) % updates:
+        updates = self.updates_per_step(self.actor_rollout_ref.actor)
+        if sync_step is not None and sync_step % updates:
             yield (
-                f"trainer.v1.separate_async.parameter_sync_step={v1.separate_async.parameter_sync_step}: weights are "
-                f"transferred between steps, and a step has {updates} updates: set a multiple of that"
+                f"trainer.v1.separate_async.parameter_sync_step={sync_step}: weights are transferred between steps, "
+                f"and a step has {updates} updates: set a multiple of that"
             )
         if not v1.runs_ahead:
             return
         most = v1.sampler.max_off_policy_threshold * self.steps_per_transfer
-        if v1.num_warmup_batches > most and not v1.by_batches:
+        if v1.batches_ahead > most and not v1.by_batches:
             yield (
-                f"trainer.v1.{v1.trainer_mode}.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
+                f"trainer.v1.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
                 f"old when they are trained on: set it to {most} or less, or raise {sampler}.max_off_policy_threshold"
             )
         if v1.by_batches and self.steps_per_transfer > 1:
             yield "trainer.v1.deterministic=true transfers weights every step: leave parameter_sync_step at null"
-        if self.algorithm.branch_values.share:
-            yield f"{mode}: branches go on by the weights that answered: set trainer_mode=sync"
         if self.actor_rollout_ref.rollout.agent.replay_dir is not None:
             yield f"{mode}: recorded episodes are replayed step by step: set trainer_mode=sync"
 
     @property
     def steps_per_transfer(self) -> int:
         """Steps between two transfers of weights to generators of their own."""
-        asked = self.trainer.v1.separate_async.parameter_sync_step
-        return 1 if asked is None else max(1, asked // self._updates)
+        updates = self.trainer.v1.separate_async.parameter_sync_step
+        return 1 if updates is None else max(1, updates // self.updates_per_step(self.actor_rollout_ref.actor))
+
+    def updates_per_step(self, role: UpdateConfig) -> int:
+        """Optimizer steps of a role, `actor_rollout_ref.actor` or `critic`, on each training batch."""
+        return -(-self.data.train_batch_size // role.ppo_mini_batch_size) * role.ppo_epochs
 
     @property
-    def _updates(self) -> int:
-        """Updates of the actor in a step."""
-        actor = self.actor_rollout_ref.actor
-        return -(-self.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    def trains_critic(self) -> bool:
+        """Whether the critic is updated."""
+        return self.critic.enable and not self.critic.freeze
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
@@ -260,13 +224,6 @@ class PPOConfig(Section):
         return pools
 
     @property
-    def traced_roles(self) -> dict[str, ProfilerConfig]:
-        """The roles whose calls are traced."""
-        policy = self.actor_rollout_ref
-        roles = {"actor": policy.actor, "critic": self.critic, "ref": policy.ref, "rollout": policy.rollout}
-        return {role: section.profiler for role, section in roles.items() if section.profiler.enable}
-
-    @property
     def uses_graders(self) -> bool:
         """Whether some samples are scored by a grader."""
         return not self.reward.reward_model.replaces_rule or self.data.val_files is not None
@@ -285,8 +242,7 @@ class PPOConfig(Section):
     @property
     def learns_quantiles(self) -> bool:
         """Whether the critic's targets are distributions: at lambda 1 they are the returns themselves."""
-        critic = self.critic
-        return critic.enable and not critic.freeze and critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
+        return self.trains_critic and self.critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
 
     @property
     def policy_loss(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
+from valor.config.inheritance import inherited_from
 from valor.config.ppo import PPOConfig
 from valor.config.supervised import RMConfig, SFTConfig
 from valor.config.tree import nested, plain_keys
@@ -90,21 +91,13 @@ def default_tree(root: type[BaseModel]) -> dict[str, Any]:
 
     One object for all callers: read it, do not change it.
     """
-    flat: dict[str, Any] = {}
-    for key in plain_keys(root):
-        source = key.inherits
-        if source is not None:
-            flat[key.name] = source if "${" in source else f"${{{source}}}"
-        elif not key.declared("derived"):
-            default = key.info.get_default(call_default_factory=True)
-            flat[key.name] = list(default) if isinstance(default, tuple) else default
-        else:
-            flat[key.name] = None
-    return nested(flat)
+    defaults = {key: None if key.declared("derived") else key.default for key in plain_keys(root)}
+    plain = {key: list(default) if isinstance(default, tuple) else default for key, default in defaults.items()}
+    return nested({key.name: inherited_from(key) or default for key, default in plain.items()})
 
 
 def config_nodes(root: type[BaseModel]) -> dict[str, dict[str, Any]]:
     """The named configurations of one tree, as Hydra stores them."""
-    own = {name: nested(flat) for name, (tree, flat) in PRESETS.items() if tree is root}
-    based = {name: {"defaults": [DEFAULTS[root], "_self_"], **tree} for name, tree in own.items()}
+    presets = {name: nested(flat) for name, (tree, flat) in PRESETS.items() if tree is root}
+    based = {name: {"defaults": [DEFAULTS[root], "_self_"], **tree} for name, tree in presets.items()}
     return {DEFAULTS[root]: default_tree(root), **based}

@@ -1,16 +1,15 @@
 """`reward`: how responses are scored."""
 
-import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, Share, inherits, key, section
-from valor.config.engine import FSDPConfig, ReferenceMegatronConfig
+from valor.config.base import PathStr, Section, Share, Strategy, also, inherits, key, section
+from valor.config.engine import RewardModelFSDPConfig, RewardModelMegatronConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
-_OWN = {".judge.url=null": "the judge has its own server"}
+_MODEL = {".judge.url=null": "the judge has its own server"}
 _SCORES = {".gives!=progress": "progress is beside the score, which stays the rule's"}
 
 
@@ -28,7 +27,7 @@ class CustomRewardFunctionConfig(Section):
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
-    name: Literal["naive", "prime", "dapo", "batch"] = "naive"
+    name: Annotated[Literal["naive", "prime", "dapo", "batch"], also(remote="naive")] = "naive"
     """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step."""
 
 
@@ -41,8 +40,6 @@ class JudgeConfig(Section):
     """The model's name on that server."""
     prompt_template: str | None = None
     """What is asked, with {prompt}, {response}, {transcript}, {ground_truth} in it; null: for a score in the range."""
-    score_regex: str | None = None
-    """Its first group in the last match in the reply is the score; null reads the last line such as Score: 7."""
     score_range: tuple[float, float] = (0.0, 10.0)
     """Scores outside are failures."""
     request: dict[str, Any] = key({"temperature": 0.0, "max_tokens": 512})
@@ -61,11 +58,6 @@ class JudgeConfig(Section):
             return
         if self.model is None:
             yield f"{at}url needs {at}model: the model's name on that server"
-        try:
-            if self.score_regex is not None and re.compile(self.score_regex).groups < 1:
-                yield f"{at}score_regex needs a group, (...), around the number"
-        except re.error as error:
-            yield f"{at}score_regex is no regular expression: {error}"
         if self.prompt_template is not None and "{response}" not in self.prompt_template:
             yield f"{at}prompt_template has no {{response}} in it: the judge would not see it"
         if self.score_range[0] >= self.score_range[1]:
@@ -79,32 +71,32 @@ class RewardModelConfig(Section):
     """Score with a reward model."""
     model_path: PathStr | None = None
     """Hugging Face hub id or directory of a sequence classifier (one label), a token classifier, a published critic."""
-    gives: Literal["outcome", "steps", "progress"] = key("outcome", _OWN)
+    gives: Literal["outcome", "steps", "progress"] = key("outcome", _MODEL)
     """A score; of a token classifier one at the end of each step; of a critic what each step has added to the value."""
     step_separator: str | None = key(None, ".gives!=outcome")
     """Text with which a step ends, such as a blank line; null: every token is a step."""
-    tokenizer_path: PathStr | None = inherits(".model_path", _OWN)
+    tokenizer_path: PathStr | None = inherits(".model_path", _MODEL)
     """Its tokenizer, if that is not beside the model."""
-    custom_chat_template: str | None = key(None, _OWN)
+    custom_chat_template: str | None = key(None, _MODEL)
     """Chat template in place of its tokenizer's: Jinja text, or a file with it."""
-    trust_remote_code: bool = key(False, _OWN)
+    trust_remote_code: bool = key(False, _MODEL)
     """Run Python code that the model directory brings along."""
-    label: int | None = key(None, _OWN)
+    label: int | None = key(None, _MODEL)
     """Of a classifier of several labels: the one whose log-odds (of a token classifier: probability) are the score."""
     weight: float = 1.0
     """Weight of the model's score in the reward, of progress in the advantage."""
     rule_weight: float = key(0.0, _SCORES)
     """Weight of the rule's score in the reward; 0 grades no training sample by rule."""
-    max_length: PositiveInt | None = key(None, _OWN)
+    max_length: PositiveInt | None = key(None, _MODEL)
     """Most tokens of a text, the beginning of longer ones is cut; null takes what model and tokenizer name."""
-    micro_batch_size_per_gpu: PositiveInt | None = key(None, _OWN)
+    micro_batch_size_per_gpu: PositiveInt | None = key(None, _MODEL)
     """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
-    max_token_len_per_gpu: PositiveInt = key(16384, _OWN)
+    max_token_len_per_gpu: PositiveInt = key(16384, _MODEL)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    strategy: str = key("fsdp2", _OWN)
+    strategy: Strategy = key("fsdp2", _MODEL)
     """Engine: fsdp2 or megatron."""
-    fsdp_config: FSDPConfig = section(FSDPConfig, {**_OWN, ".strategy!=megatron": ""})
-    megatron: ReferenceMegatronConfig = section(ReferenceMegatronConfig, {**_OWN, ".strategy=megatron": ""})
+    fsdp_config: RewardModelFSDPConfig = section(RewardModelFSDPConfig, _MODEL)
+    megatron: RewardModelMegatronConfig = section(RewardModelMegatronConfig)
     judge: JudgeConfig = section(JudgeConfig, ".judge.url")
     enable_resource_pool: bool = False
     """Give it devices of its own."""
@@ -115,8 +107,8 @@ class RewardModelConfig(Section):
 
     def contradictions(self, at: str) -> Iterator[str]:
         if (self.model_path is None) == (self.judge.url is None):
-            found = "has neither" if self.model_path is None else "has both"
-            yield f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them"
+            mistake = "has neither" if self.model_path is None else "has both"
+            yield f"{at}enable=true {mistake} {at}model_path and {at}judge.url: set one of them"
         if self.gives != "outcome" and self.judge.url is not None:
             yield f"{at}gives={self.gives} is read from a model's tokens, and a judge has none: set {at}model_path"
         if self.step_separator == "":
@@ -176,9 +168,9 @@ class RewardConfig(Section):
     reward_model: RewardModelConfig = section(RewardModelConfig, ".reward_model.enable")
 
     def contradictions(self, at: str) -> Iterator[str]:
-        manager, own = self.reward_manager.name, self.custom_reward_function.path
+        manager = self.reward_manager.name
         named = f"{at}reward_manager.name={manager}"
-        if manager == "batch" and own is None:
+        if manager == "batch" and self.custom_reward_function.path is None:
             yield f"{named} calls a function of your own: set {at}custom_reward_function.path"
         if self.reward_kwargs.overlong_buffer_cfg.enable and manager != "dapo":
             key = f"{at}reward_kwargs.overlong_buffer_cfg.enable"

@@ -2,12 +2,23 @@
 
 from collections.abc import Iterator
 from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, inherits, key, section
-from valor.config.engine import ProfilerConfig
+from valor.config.base import (
+    CountOrOff,
+    DType,
+    PathStr,
+    PositiveShare,
+    Section,
+    Share,
+    also,
+    follows,
+    inherits,
+    key,
+    section,
+)
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
@@ -59,16 +70,15 @@ class ServerConfig(Section):
     """The model's name on the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
-    weight_updates: Literal["filesystem", "distributed", "tensor", "none"] = "filesystem"
-    """New weights go by filesystem (vLLM, SGLang), by a broadcast (distributed) or memory (tensor; SGLang), or not."""
+    weight_updates: Literal["filesystem", "none"] = "filesystem"
+    """filesystem: vLLM and SGLang read new weights from files; none: servers keep their own weights."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one response, one update of the weights, or a start may take, and that the last one may be away."""
-    sleep: bool = key(False, {"actor_rollout_ref.rollout.name!=server": "vLLM's servers are not put to sleep"})
-    """sglang, trtllm: servers at base_url are on the trainer's devices: they give back their memory while it trains."""
-    log_dir: PathStr = inherits("trainer.default_local_dir", "actor_rollout_ref.rollout.name=sglang")
-    """sglang: folder of the logs of servers that are started here."""
+    """Seconds for a response, a weight update or a start, and for which the last server may be unreachable."""
+    sleep: bool = key(False, {"actor_rollout_ref.rollout.name=sglang": "only SGLang's servers are put to sleep"})
+    """sglang: servers at base_url are on the trainer's devices: they release their memory while it trains."""
+    log_dir: PathStr = follows("trainer.default_local_dir")
 
 
 class MultiTurnConfig(Section):
@@ -80,8 +90,6 @@ class MultiTurnConfig(Section):
     """Most turns of the policy in an episode; null: until data.max_response_length tokens."""
     max_user_turns: PositiveInt | None = key(None, _TURNS)
     """Most times that the policy is told something after the prompt; null sets no limit."""
-    environment: str | None = key(None, ".enable")
-    """Class whose public methods are the tools, as file.py:Class or package.module:Class; one object an episode."""
     tool_config_path: PathStr | None = key(None, ".enable")
     """YAML file that lists tools: class_name, config, tool_schema."""
     function_tool_path: PathStr | None = key(None, ".enable")
@@ -92,8 +100,8 @@ class MultiTurnConfig(Section):
     """Longest result of a tool in characters; what is longer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
     """Where a longer result is cut."""
-    tool_timeout: PositiveFloat = key(30.0, _TURNS)
-    """Seconds that one call of a tool, or of a text environment, may take."""
+    tool_timeout: PositiveFloat = key(30.0, f"{_TURNS} or do_search")
+    """Seconds that one call of a tool, a search, or a call of a text environment may take."""
     max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
     """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
@@ -115,8 +123,6 @@ class GatewayConfig(Section):
     """Or a shell command, with OPENAI_BASE_URL and OPENAI_API_KEY; the row is its input, a last line its reward."""
     timeout: PositiveFloat = 600.0
     """Seconds that an episode may take."""
-    host: str = "127.0.0.1"
-    """Address at which the server listens; programs on other machines need another one."""
 
 
 class AgentConfig(Section):
@@ -127,7 +133,7 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """What answers: a class, as file.py:Class or package.module.Class (valor.agents.openenv.OpenEnv asks a server)."""
+    """Class, as file.py:Class: a TextEnvironment, or, with multi_turn.enable, one whose public methods are tools."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
     gateway: GatewayConfig = section(GatewayConfig)
@@ -148,27 +154,15 @@ class RetrieverConfig(Section):
     """Jsonl or parquet file of documents."""
     topk: PositiveInt = key(3, "do_search")
     """Documents for a query."""
-    timeout: PositiveFloat = key(30.0, "do_search")
-    """Seconds that a search may take."""
-
-
-class StateMaskingConfig(Section):
-    """Search-R1's marks around what the policy was told."""
-
-    start_state_marker: str = key("<information>", "do_search")
-    """Before the documents."""
-    end_state_marker: str = key("</information>", "do_search")
-    """After them."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
-    name: str = "native"
+    name: Annotated[str, also(hf="native")] = "native"
     """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
-    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
     temperature: PositiveFloat = 1.0
     """Softmax temperature; training log-probs use it too."""
     top_k: CountOrOff = -1
@@ -182,11 +176,10 @@ class RolloutConfig(Section):
     dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype", ".keeps_weights=false")
     """Precision of generation."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Old log-probs: most samples in a forward micro-batch of one process; null leaves it to the token budget."""
-    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Old log-probs: true forms micro-batches by tokens alone."""
+    """Old and reference log-probs: most samples in a micro-batch of one process; null leaves it to the token budget."""
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Old log-probs: most tokens (padding included) in a forward micro-batch of one process."""
+    """Old and reference log-probs: most tokens (padding included) in a micro-batch of one process."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
     checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
     server: ServerConfig = section(ServerConfig)

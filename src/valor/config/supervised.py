@@ -1,14 +1,11 @@
 """The trees of runs that learn from given texts: `valor sft` and `valor rm train`."""
 
-from typing import Any
-
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt
 
 from valor.config.base import Section, Share, section
 from valor.config.data import FilesConfig, Truncation
 from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig, ModelConfig
 from valor.config.trainer import RunConfig
-from valor.config.tree import fill_inherited
 
 
 class SupervisedDataConfig(FilesConfig):
@@ -33,11 +30,6 @@ class SupervisedConfig(Section):
     fsdp_config: FSDPConfig = section(FSDPConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: RunConfig = section(RunConfig)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
-        return fill_inherited(cls, data) if isinstance(data, dict) else data
 
 
 class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.parquet"]):
@@ -71,8 +63,6 @@ class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/trai
     """Column with the better response (text, or messages that end with it)."""
     rejected_key: str = "rejected"
     """Column with the worse response."""
-    source_key: str = "source"
-    """Column by which accuracy is told apart; may be missing."""
     margin_key: str | None = None
     """Column with how much better the better response is; null takes loss.margin."""
 

@@ -1,13 +1,11 @@
 """`trainer`, `resource_pools` and `ray_kwargs`: the run's length, processes, logging, validation, checkpoints."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
-
-MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 
 
 class RunConfig(Section):
@@ -49,30 +47,17 @@ class RunConfig(Section):
     """On GPUs: only algorithms that give the same bits every time, where torch has them; slower."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
-    max_restarts: NonNegativeInt = 0
-    """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
-    max_rollbacks: NonNegativeInt = 0
-    """Returns to the last checkpoint after a loss of weights: half the rates and, unless drawn ahead, a new batch."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
 
 
-class ColocateAsyncConfig(Section):
-    """Generation in the trainer's processes, in turns with it; what is unfinished goes on in the next step."""
-
-    num_warmup_batches: PositiveInt = 1
-    """Batches of prompts that are begun beyond the one of the step."""
-
-
-class SeparateAsyncConfig(ColocateAsyncConfig):
+class SeparateAsyncConfig(Section):
     """Generation in processes of its own, beside training."""
 
     parameter_sync_step: PositiveInt | None = None
     """Updates of the actor between two transfers of weights, a multiple of those of a step; null: those of a step."""
-    clear_kv_cache_on_weight_sync: bool = True
-    """true: what is being generated begins anew from its tokens; false: it goes on behind the old keys and values."""
 
 
 class SamplerConfig(Section):
@@ -89,7 +74,8 @@ class V1Config(Section):
 
     trainer_mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
     """sync: generate, then train; colocate_async: unfinished samples go on next time; separate_async: both at once."""
-    colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "trainer.v1.trainer_mode=colocate_async")
+    num_warmup_batches: PositiveInt = key(1, ".trainer_mode!=sync")
+    """Batches of prompts that are begun beyond the one of the step."""
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "trainer.v1.trainer_mode=separate_async")
     sampler: SamplerConfig = section(SamplerConfig, "trainer.v1.trainer_mode!=sync")
     deterministic: bool = key(False, "trainer.v1.trainer_mode=separate_async")
@@ -106,11 +92,9 @@ class V1Config(Section):
         return self.trainer_mode == "separate_async" and (self.deterministic or not self.runs_ahead)
 
     @property
-    def num_warmup_batches(self) -> int:
+    def batches_ahead(self) -> int:
         """Batches that are begun beyond the one of the step."""
-        if not self.runs_ahead:
-            return 0
-        return getattr(self, self.trainer_mode).num_warmup_batches
+        return self.num_warmup_batches if self.runs_ahead else 0
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.trainer_mode == "colocate_async" and not self.runs_ahead:
@@ -173,7 +157,7 @@ class TrainerConfig(RunConfig):
 class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
-    roles: list[MovableRole]
+    roles: list[str]
     """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
     nnodes: PositiveInt = 1
     """Nodes."""
@@ -183,18 +167,8 @@ class PoolConfig(Section):
     """CPU threads of each process; null is trainer.num_threads."""
 
 
-class RayInitConfig(Section):
-    """Arguments of ray.init; any that Ray knows may be added."""
-
-    model_config = ConfigDict(extra="allow")
-
-    address: str | None = None
-    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
-    num_cpus: PositiveInt | None = None
-    """CPUs to announce when a cluster is started; null counts them."""
-
-
 class RayKwargsConfig(Section):
     """Ray."""
 
-    ray_init: RayInitConfig = section(RayInitConfig)
+    ray_init: dict[str, Any] = key({})
+    """Arguments of ray.init: address (of a cluster to join; auto joins the one that runs here), num_cpus, others."""

@@ -1,7 +1,6 @@
-"""Keys by their dotted names: the schema, plain trees, and the values that keys inherit."""
+"""Keys by their dotted names: the schema of a tree, and plain nested dicts."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -9,8 +8,6 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 @dataclass(frozen=True)
@@ -26,34 +23,34 @@ class Key:
         annotation = self.info.annotation
         return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
+    @property
+    def default(self) -> Any:
+        """The field's default; None where the value is another key's."""
+        return self.info.get_default(call_default_factory=True)
+
     def declared(self, what: str) -> Any:
         """What the field's `key(what=...)` says, or None."""
         extra = self.info.json_schema_extra
         return extra.get(what) if isinstance(extra, dict) else None
 
-    @property
-    def inherits(self) -> str | None:
-        """The key whose value this one takes where it is null, or a text with `${keys}`; all from the root."""
-        source = self.declared("inherits")
-        if source is None or "${" not in source:
-            return source and absolute(source, self.name)
-        return REFERENCE.sub(lambda match: f"${{{absolute(match[1], self.name)}}}", source)
 
-
-def absolute(source: str, name: str) -> str:
-    """`.field` written at the key `name` as a key from the root; other references are returned unchanged."""
-    return f"{name.rpartition('.')[0]}{source}".removeprefix(".") if source.startswith(".") else source
+@cache
+def fields(root: type[BaseModel], prefix: str = "") -> dict[str, Key]:
+    """Every section and field below `root` by its dotted name, in declaration order, a section before its fields."""
+    every: dict[str, Key] = {}
+    for name, info in root.model_fields.items():
+        key = every[prefix + name] = Key(prefix + name, info)
+        if key.section is not None:
+            every |= fields(key.section, f"{prefix}{name}.")
+    return every
 
 
 @cache
-def schema(root: type[BaseModel], prefix: str = "") -> dict[str, Key]:
-    """Every section and plain key below `root` by its dotted name, in declaration order, a section before its keys."""
-    found: dict[str, Key] = {}
-    for field, info in root.model_fields.items():
-        key = found[prefix + field] = Key(prefix + field, info)
-        if key.section is not None:
-            found |= schema(key.section, f"{prefix}{field}.")
-    return found
+def schema(root: type[BaseModel]) -> dict[str, Key]:
+    """`fields` without those that no user sets: `hidden` ones, and sections of nothing else."""
+    visible = [key.name for key in fields(root).values() if key.section is None and not key.declared("hidden")]
+    sections = {name[:end] for name in visible for end, char in enumerate(name) if char == "."}
+    return {name: key for name, key in fields(root).items() if name in sections or name in visible}
 
 
 def plain_keys(root: type[BaseModel]) -> list[Key]:
@@ -62,12 +59,11 @@ def plain_keys(root: type[BaseModel]) -> list[Key]:
 
 
 def is_open(root: type[BaseModel], name: str) -> bool:
-    """Whether `name` lies inside an open dict or a section that takes any key (third-party options)."""
+    """Whether `name` lies inside an open dict (third-party options)."""
     while "." in name:
         name = name.rpartition(".")[0]
         if around := schema(root).get(name):
-            takes_any = around.section is not None and around.section.model_config.get("extra") == "allow"
-            return takes_any or get_origin(around.info.annotation) is dict
+            return get_origin(around.info.annotation) is dict
     return False
 
 
@@ -81,15 +77,24 @@ def exists(root: type[BaseModel], name: str) -> bool:
     return name in schema(root) or is_open(root, name)
 
 
+def below(name: str, *prefixes: str) -> bool:
+    """Whether the key `name` is one of the `prefixes`, or lies in a section of that name."""
+    return f"{name}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns, in which `*` stands for any text, is about the key `name`."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether the last of the patterns that fit the key `name` takes it in; one after `!` leaves it out."""
+    fits = [pattern for pattern in patterns if fnmatchcase(name, pattern.removeprefix("!"))]
+    return bool(fits) and not fits[-1].startswith("!")
 
 
 def get_at(tree: Any, key: str) -> Any:
-    """The value at a dotted key of nested dicts, or None."""
+    """The value at a dotted key of nested dicts and sections, or None."""
     for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(tree, BaseModel):
+            tree = getattr(tree, name, None)
+        else:
+            tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
@@ -113,46 +118,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def follows(root: type[BaseModel], name: str, trees: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a key has the value of the key that it inherits from in each of these flat trees of `root`."""
-    source = schema(root)[name].inherits if name in schema(root) else None
-    return source is not None and all(tree.get(name) == tree.get(source) for tree in trees)
-
-
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         set_at(tree, key, value)
     return tree
-
-
-def lookup(root: type[BaseModel], tree: dict[str, Any], name: str) -> Any:
-    """The value of the key `name`: from `tree`, else inherited, else the field's default."""
-    value, key = get_at(tree, name), schema(root).get(name)
-    if value is not None or key is None:
-        return value
-    source = key.inherits
-    if source is None:
-        return key.info.get_default(call_default_factory=True)
-    if "${" in source:
-        return REFERENCE.sub(lambda match: str(lookup(root, tree, match[1])), source)
-    return lookup(root, tree, source)
-
-
-def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `tree` in which every inheriting key that is absent or null has its source's value.
-
-    Sections given as model objects are copied as dicts of what was set on them.
-    """
-    filled = _as_dicts(tree)
-    for key in plain_keys(root):
-        if key.inherits and get_at(filled, key.name) is None:
-            set_at(filled, key.name, lookup(root, filled, key.name))
-    return filled
-
-
-def _as_dicts(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(exclude_unset=True)
-    return {key: _as_dicts(item) for key, item in value.items()} if isinstance(value, dict) else value

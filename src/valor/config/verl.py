@@ -1,33 +1,237 @@
-"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it is refused.
-
-One table, first match wins. `*` stands for any rest of a key and carries over to the target.
-"""
+"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it is refused."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
-from valor.config.engine import RESUMABLE
 from valor.config.tree import exists, is_section
+
+_SECTIONS = {
+    "A": "actor_rollout_ref.actor",
+    "REF": "actor_rollout_ref.ref",
+    "R": "actor_rollout_ref.rollout",
+    "M": "actor_rollout_ref.model",
+    "RM": "reward.reward_model",
+}
+# `KEYS -> KEY [: reason]` is read as KEY; `KEYS : reason` has no effect; `KEYS ! reason` is refused. The first row that
+# fits counts. `*` stands for any rest of a key, also in the target; a target that ends in a dot keeps the last name;
+# `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row is about these alone; indented lines continue a row.
+_TABLE = """
+*.ppo_micro_batch_size -> *.ppo_micro_batch_size_per_gpu : it counts samples of one process here
+*.log_prob_micro_batch_size -> *.log_prob_micro_batch_size_per_gpu : it counts samples of one process here
+data.micro_batch_size -> data.micro_batch_size_per_gpu : it counts samples of one process here
+data.tokenizer -> {M}.tokenizer_path
+{R}.multi_turn.environment -> {R}.agent.environment
+*.fsdp_config.(strategy ulysses_sequence_parallel_size) -> *.
+{A}.use_remove_padding {A}.megatron.use_remove_padding data.trust_remote_code -> {M}.
+reward_model.(enable enable_resource_pool n_gpus_per_node nnodes strategy max_length micro_batch_size_per_gpu)
+    reward_model.model.trust_remote_code -> {RM}.
+{A}.(tau_pos tau_neg) -> {A}.policy_loss.loss_kwargs.
+{A}.policy_loss.(clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta) ->
+    {A}.policy_loss.loss_kwargs.
+{R}.(max_num_batched_tokens enable_chunked_prefill enable_prefix_caching load_format enforce_eager
+    cudagraph_capture_sizes disable_log_stats) -> {R}.engine_kwargs.vllm.
+engine.* model.fsdp_config.* -> fsdp_config.*
+critic.fsdp.* critic.model.fsdp_config.* -> critic.fsdp_config.*
+{A}.fsdp_config.gradient_checkpointing -> {M}.enable_gradient_checkpointing
+{R}.n_agent -> {R}.n
+data.(tool_config_path function_tool_path) -> {R}.multi_turn.
+{A}.use_prefix_grouper -> {M}.share_prefixes
+critic.model.external_lib -> {M}.external_lib
+trainer.v1.*_async.num_warmup_batches -> trainer.v1.num_warmup_batches
+critic.fsdp_config.gradient_checkpointing -> critic.model.enable_gradient_checkpointing
+*.grad_clip -> *.optim.clip_grad
+*.profiler.tool_config.torch.contents -> global_profiler.contents
+*fsdp_config.mixed_precision.param_dtype -> *fsdp_config.dtype
+*optim.warmup_steps -> *optim.lr_warmup_steps
+*optim.warmup_steps_ratio -> *optim.lr_warmup_steps_ratio
+*optim.(warmup_style lr_decay_style) -> *optim.lr_scheduler_type
+{A}.megatron_config.* -> {A}.megatron.*
+{REF}.megatron_config.* -> {REF}.megatron.*
+critic.megatron_config.* -> critic.megatron.*
+*.megatron.(dtype param_offload optimizer_offload) -> *.fsdp_config.
+reward_model.megatron.* -> {RM}.megatron.*
+*checkpoint.contents -> *checkpoint.save_contents
+*.model.lora.rank -> *.model.lora_rank
+*.model.lora.alpha -> *.model.lora_alpha
+*fsdp_config.full_determinism {R}.full_determinism -> trainer.full_determinism
+trainer.(max_actor_ckpt_to_keep max_critic_ckpt_to_keep) -> trainer.max_ckpt_to_keep
+{R}.prompt_length -> data.max_prompt_length
+{R}.response_length reward.reward_kwargs.max_resp_len -> data.max_response_length
+algorithm.gdpo_reward_keys -> algorithm.adv_kwargs.reward_keys
+algorithm.gdpo_reward_weights -> algorithm.adv_kwargs.reward_weights
+trainer.val_generations_to_log_to_wandb -> trainer.log_val_generations
+ray_init.* -> ray_kwargs.ray_init.*
+custom_reward_function.* -> reward.custom_reward_function.*
+reward_model.reward_manager reward.reward_manager -> reward.reward_manager.name
+reward_model.reward_kwargs.* -> reward.reward_kwargs.*
+reward_model.num_workers -> reward.num_workers
+reward_model.(path model_path) reward_model.model.path -> {RM}.model_path
+reward_model.micro_batch_size -> {RM}.micro_batch_size_per_gpu
+reward_model.forward_max_token_len_per_gpu -> {RM}.max_token_len_per_gpu
+reward_model.fsdp_config.* reward_model.model.fsdp_config.* -> {RM}.fsdp_config.*
+{A}.state_masking [true] : what the policy is told is never trained on
+{A}.state_masking [false] ! what the policy is told is never trained on: leave it at true
+*optim.optimizer_impl [torch.optim] : it is where AdamW comes from
+*optim.optimizer [AdamW, adam] : it is the optimizer
+*optim.num_cycles [0.5] : cosine falls once, from lr to its floor
+*.profiler.(enable all_ranks) [true] : global_profiler.roles and global_profiler.ranks say what is traced
+*.profiler.ranks : global_profiler.roles and global_profiler.ranks say what is traced
+*fsdp_config.tensor_parallel_size [1] : layers are whole
+reward.reward_manager.module.* [null, custom_reward_manager] : managers are built in
+model_engine engine strategy [dp, fsdp, fsdp2] : fsdp and fsdp2 are the engine
+{R}.do_sample [false] ! training rollouts are always sampled
+{R}.(data_parallel_size expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size) [1] : replicas
+    follow from the processes
+*checkpoint.load_contents [[model, optimizer, extra], [model, optimizer, extra, hf_model]] : a checkpoint is always
+    read as a whole
+reward.reward_manager.source [register] : managers are built in
+trainer.(use_legacy_worker_impl use_v1) : there is one trainer and one kind of worker
+transfer_queue.* : batches stay in the processes that make and read them
+algorithm.filter_groups.max_inflight_gen_batches trainer.v1.sampler.sync_refill_failed_groups : other prompts take the
+    place of filtered ones, data.gen_batch_size at a time
+reward_model.(rollout.* use_reward_loop launch_reward_fn_async use_dynamic_bsz ulysses_sequence_parallel_size)
+    {RM}.rollout.* reward_model.model.(input_tokenizer use_remove_padding use_fused_kernels external_lib use_shm) :
+    the reward model runs in the training processes, with its own engine and tokenizer
+*.overlong_buffer_cfg.log : the penalty is always logged
+trainer.balance_batch : rows are always balanced over processes by tokens
+actor_rollout_ref.hybrid_engine : any group of processes hosts any roles
+algorithm.no_think_rl : Search-R1 does not read it either
+actor_rollout_ref.nccl_timeout data.return_raw_input_ids {A}.freeze_vision_tower critic.(forward_micro_batch_size
+    forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu) {R}.(over_sample_rate multi_stage_wake_up)
+    {R}.multi_turn.num_repeat_rollouts : it is unused in verl too
+{A}.rollout_n critic.rollout_n : samples per prompt are actor_rollout_ref.rollout.n
+*optim.total_training_steps : the schedule spans the run (trainer.total_training_steps)
+*.megatron.(use_mbridge vanilla_mbridge) : Valor reads and writes Hugging Face weights itself
+{REF}.megatron.(grad_offload optimizer_offload override_ddp_config.*) {RM}.megatron.(grad_offload optimizer_offload
+    override_ddp_config.*) {REF}.fsdp_config.optimizer_offload {RM}.fsdp_config.optimizer_offload : the model is not
+    trained
+*.megatron.use_distributed_optimizer : the state of megatron's optimizer is always distributed
+*.megatron.grad_offload : gradients leave with the optimizer's state
+*.megatron.sequence_parallel : processes that share matrices always share positions between them
+{REF}.(strategy ulysses_sequence_parallel_size) {REF}.megatron.(tensor_model_parallel_size
+    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    override_transformer_config.*) {REF}.fsdp_config.(offload_policy reshard_after_forward fsdp_size dtype) : the
+    reference runs as the actor
+{REF}.log_prob_* : the reference has the micro-batches of actor_rollout_ref.rollout.log_prob_*
+{R}.log_prob_use_dynamic_bsz critic.use_dynamic_bsz : actor_rollout_ref.actor.use_dynamic_bsz holds for all passes
+critic.fsdp_config.(offload_policy reshard_after_forward fsdp_size) critic.(loss_agg_mode loss_scale_factor)
+    critic.megatron.(context_parallel_size expert_model_parallel_size expert_tensor_parallel_size)
+    critic.checkpoint.save_contents critic.model.use_liger : the critic takes the actor's
+{RM}.megatron.(tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size override_transformer_config.*)
+    {RM}.fsdp_config.(offload_policy reshard_after_forward fsdp_size model_dtype) : the reward model is divided as the
+    actor, and sharded over all its processes
+*.fsdp_config.forward_prefetch : gathers overlap on a stream of their own
+*.megatron.dist_ckpt_optim_fully_reshardable : checkpoints can always be read under another layout
+{A}.calculate_sum_pi_squared : what an estimator needs is computed
+*.(entropy_checkpointing entropy_from_logits_with_chunking entropy_from_logits_chunk_size) *model.use_fused_kernels
+    {A}.use_fused_kernels : entropy and log-probs never hold all logits at once
+{M}.fused_kernel_options.* reward_model.model.use_liger : kernels are chosen by the model
+*.tiled_mlp.* : gradient checkpointing and micro-batches by tokens bound the activations
+*.use_torch_compile : training passes are compiled by model.compile=true
+*model.use_shm : weights are read from where they are
+*.(pad_to_length pad_to_length_bucket) : micro-batches pad to their own longest row
+*fsdp_config.seed *.megatron.seed {R}.seed {A}.data_loader_seed critic.data_loader_seed : one seed decides all,
+    trainer.seed
+*optim.zero_indexed_step : no warm-up step has rate 0
+*.wrap_policy.min_num_params *fsdp_config.use_orig_params : FSDP2 shards layer by layer
+*fsdp_config.forward_only *.megatron.forward_only : the role decides it
+*fsdp_config.mixed_precision.* : gradients are summed in float32
+*model.enable_activation_offload : gradient checkpointing leaves few activations to offload
+*checkpoint.strict : a checkpoint is always read strictly
+*.profiler.tool_config.torch.discrete global_profiler.(relocate_results profile_continuous_steps) : each call has a
+    trace of its own, in global_profiler.save_path
+{M}.lora.merge : an export holds merged weights
+{R}.logprobs_mode : rollout log-probs are those at rollout.temperature, before top_k and top_p
+{R}.moe_load_balance_metrics_interval : expert load is not measured
+{R}.(mode skip_tokenizer_init calculate_log_probs) : generation takes and gives token ids one by one, always with
+    their log-probs
+{R}.agent.num_workers : episodes are tasks of one process: agent.max_concurrent_episodes bounds them
+{R}.checkpoint_engine.backend {R}.layered_summon : weights go to generators tensor by tensor, in the way that fits
+    where these are
+{R}.scheduling_policy : requests are answered in the order in which they come
+{R}.do_sample : training rollouts are always sampled
+{R}.multi_turn.(use_inference_chat_template tokenization_sanity_check_mode) : turns are put together by token ids,
+    always exactly
+data.(return_raw_chat return_full_prompt) : messages are always kept
+data.val_batch_size : generation gets all validation prompts, and makes batches of its own
+data.validation_shuffle : validation keeps the file's order
+data.(dataloader_num_workers use_shm filter_overlong_prompts_workers) : prompts are read and measured in the trainer's
+    process
+critic.model.(tokenizer_path custom_chat_template) : the policy's tokenizer is used
+trainer.ray_wait_register_center_timeout : Ray waits for its own start
+trainer.esi_redundant_time : an interrupted run saves by itself
+model_engine engine strategy megatron.* ! the engine is set by each role: use
+    actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm train are fsdp2's alone
+*.megatron.(use_dist_checkpointing dist_checkpointing_path) ! weights are read from, and written to, Hugging Face
+    directories
+*.megatron.override_mcore_model_config.* ! set megatron.override_transformer_config
+*.megatron.virtual_pipeline_model_parallel_size ! a process has one pipeline stage: drop it
+*.megatron.override_ddp_config.* ! gradients are reduced in float32, behind the backward pass: drop it
+*optim.num_cycles ! cosine falls once, from lr to its floor: leave it at 0.5
+*.megatron.use_megatron_fsdp ! megatron-core's own FSDP is not used: set strategy=fsdp2
+*.megatron.(dynamic_context_parallel max_seqlen_per_dp_cp_rank) ! context parallel ranks are the same for all rows
+*optim.min_lr ! the schedule's floor is a share of lr: set min_lr_ratio
+{R}.(data_parallel_size expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size) ! replicas follow
+    from the processes and tensor_model_parallel_size: set it to 1
+*checkpoint.load_contents ! a checkpoint is always read as a whole: drop it
+*checkpoint.async_save ! saving is done before the next step: leave it at false
+*fsdp_config.tensor_parallel_size ! layers are not split: set ulysses_sequence_parallel_size to share rows
+*sandbox_fusion.* ! code runs in a sandbox on this machine: drop it
+*data.custom_cls.* ! a class is for the prompts of a PPO run: prepare a parquet or jsonl file
+reward.reward_manager.source ! managers are built in: naive (or prime, the same), dapo, batch
+*.profiler.* global_profiler.* trainer.profile_steps ! traces are torch's: set global_profiler.tool=torch, .steps,
+    .roles, .ranks, .save_path
+*.router_replay.* {R}.enable_rollout_routing_replay ! expert routing is not replayed
+*optim.(optimizer optimizer_impl override_optimizer_config.* override_optimizer_config) ! the optimizer is
+    torch.optim.AdamW: set optim.betas, optim.eps
+*.qat.* *fsdp_config.turbo_config.* ! training is not quantized
+{R}.(quantization quantization_config_file) ! generation is not quantized
+*.mtp.* ! multi-token prediction is not supported
+*.model.lora.* ! only lora_rank, lora_alpha, target_modules and exclude_modules are supported
+*.hf_config_path ! the model directory holds its own config: use override_config
+{REF}.model.* ! the reference model is the policy's start: set actor_rollout_ref.model.path
+{R}.(trace.* prometheus.*) ! metrics go where trainer.logger says
+{R}.disaggregation.* ! prefill and decoding share an engine
+{R}.agent.custom_async_server.* ! custom servers are not supported
+{R}.checkpoint_engine.(engine_kwargs.* custom_backend_module) ! only the built-in weight transport is supported
+skip.* {R}.(skip.* skip_rollout skip_dump_dir) ! rollouts are not cached
+data.(image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*) ! training is on
+    text
+data.sampler.* ! sampling of prompts is data.shuffle and data.seed
+data.tools_key ! tools are read from the column 'tools': rename it
+algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
+algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*
+reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_function.*
+distillation.* ! distillation is not supported
+trainer.v1.separate_async.hybrid_rollout.* ! training and generation keep their processes: drop it
+trainer.v1.sampler.(custom_sampler.* sampler_kwargs.*) ! which samples come next is
+    trainer.v1.sampler.max_off_policy_strategy
+async_training.* ! set trainer.v1.trainer_mode=separate_async, sampler.max_off_policy_threshold
+trainer.default_hdfs_dir ! checkpoints go to trainer.default_local_dir
+trainer.(del_local_ckpt_after_load remove_previous_ckpt_in_save) ! checkpoints are kept by trainer.max_ckpt_to_keep
+ray_kwargs.timeline_json_file ! use `ray timeline`
+"""
 
 
 @dataclass(frozen=True)
 class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
-    It has one of: `target`, the key that is meant; `value`, the value that is meant; `refused`, an error (without
-    `only`: for values that switch something on). Otherwise the key has no effect.
+    With a `target` the key is read as that one; `refused` makes it an error (without `only`: for values that switch
+    something on). Otherwise it has no effect.
     """
 
     pattern: str
     reason: str = ""
     target: str | None = None
-    value: str | None = None
     refused: bool = False
-    only: tuple[Any, ...] | None = None
+    only: list[Any] | None = None
 
     @property
     def why(self) -> str:
@@ -36,256 +240,42 @@ class Spelling:
 
     def match(self, key: str, value: Any) -> str | None:
         """What `*` stands for in `key` ("" without a star), or None when the rule is about something else."""
-        found = re.fullmatch(re.escape(self.pattern).replace(r"\*", "(.*)"), key)
-        if found is None or (self.only is not None and value not in self.only):
+        matched = re.fullmatch(re.escape(self.pattern).replace(r"\*", "(.*)"), key)
+        if matched is None or (self.only is not None and value not in self.only):
             return None
-        return found.group(1) if "*" in self.pattern else ""
+        return matched.group(1) if "*" in self.pattern else ""
 
 
-def _at(section: str, names: str) -> str:
-    """Each of the names, which are separated by spaces, below a section."""
-    return " ".join(f"{section}.{name}" for name in names.split())
+def _rows() -> Iterator[Spelling]:
+    for row in _TABLE.format_map(_SECTIONS).replace("\n    ", " ").strip().splitlines():
+        keys, mark, effect = re.split(" (->|:|!) ", row, maxsplit=1)
+        keys, _, values = keys.partition(" [")
+        target, _, reason = effect.partition(" : ") if mark == "->" else ("", "", effect)
+        only = yaml.safe_load(f"[{values}") if values else None
+        for pattern in re.sub(r"(\S*)\((.*?)\)", _spread, keys).split():
+            key = target + pattern.rpartition(".")[2] if target.endswith(".") else target
+            yield Spelling(pattern, reason, key or None, mark == "!", only)
 
 
-def _read_as(targets: Mapping[str, str], reason: str = "") -> list[Spelling]:
-    return [Spelling(one, reason, target=target) for target, patterns in targets.items() for one in patterns.split()]
+def _spread(group: re.Match[str]) -> str:
+    return " ".join(group[1] + name for name in group[2].split())
 
 
-def _same_names(section: str, old_section: str, names: str) -> list[Spelling]:
-    return [Spelling(f"{old_section}.{name}", target=f"{section}.{name}") for name in names.split()]
-
-
-def _because(reasons: Mapping[str, str], **more: Any) -> list[Spelling]:
-    """Rules without a target: no effect, or `refused=True`."""
-    return [Spelling(one, reason, **more) for reason, patterns in reasons.items() for one in patterns.split()]
-
-
-ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kwargs.vllm"
-LOSS = "actor_rollout_ref.actor.policy_loss"
-UNSEEN = "what the policy is told is never trained on"
-WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
-SAMPLED = "training rollouts are always sampled"
-REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size")
-
-_MICRO_BATCHES = {
-    "*.ppo_micro_batch_size_per_gpu": "*.ppo_micro_batch_size",
-    "*.log_prob_micro_batch_size_per_gpu": "*.log_prob_micro_batch_size",
-    "data.micro_batch_size_per_gpu": "data.micro_batch_size",
-}
-_RENAMED = {
-    "fsdp_config.*": "engine.* model.fsdp_config.*",
-    "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
-    f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
-    f"{ROLLOUT}.n": f"{ROLLOUT}.n_agent",
-    f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
-    f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
-    f"{MODEL}.share_prefixes": f"{ACTOR}.use_prefix_grouper",
-    "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
-    "*.optim.clip_grad": "*.grad_clip",
-    "global_profiler.contents": "*.profiler.tool_config.torch.contents",
-    "*fsdp_config.dtype": "*fsdp_config.mixed_precision.param_dtype",
-    "*optim.lr_warmup_steps": "*optim.warmup_steps",
-    "*optim.lr_warmup_steps_ratio": "*optim.warmup_steps_ratio",
-    "*optim.lr_scheduler_type": "*optim.warmup_style *optim.lr_decay_style",
-    **{f"{role}.megatron.*": f"{role}.megatron_config.*" for role in (ACTOR, REF, "critic")},
-    f"{REWARD_MODEL}.megatron.*": "reward_model.megatron.*",
-    "*checkpoint.save_contents": "*checkpoint.contents",
-    "*.model.lora_rank": "*.model.lora.rank",
-    "*.model.lora_alpha": "*.model.lora.alpha",
-    "trainer.full_determinism": "*fsdp_config.full_determinism actor_rollout_ref.rollout.full_determinism",
-    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
-    "data.max_prompt_length": f"{ROLLOUT}.prompt_length",
-    "data.max_response_length": f"{ROLLOUT}.response_length reward.reward_kwargs.max_resp_len",
-    "algorithm.adv_kwargs.reward_keys": "algorithm.gdpo_reward_keys",
-    "algorithm.adv_kwargs.reward_weights": "algorithm.gdpo_reward_weights",
-    "trainer.log_val_generations": "trainer.val_generations_to_log_to_wandb",
-    "ray_kwargs.ray_init.*": "ray_init.*",
-    "reward.custom_reward_function.*": "custom_reward_function.*",
-    "reward.reward_manager.name": "reward_model.reward_manager reward.reward_manager",
-    "reward.reward_kwargs.*": "reward_model.reward_kwargs.*",
-    "reward.num_workers": "reward_model.num_workers",
-    f"{REWARD_MODEL}.model_path": "reward_model.path reward_model.model_path reward_model.model.path",
-    f"{REWARD_MODEL}.micro_batch_size_per_gpu": "reward_model.micro_batch_size",
-    f"{REWARD_MODEL}.max_token_len_per_gpu": "reward_model.forward_max_token_len_per_gpu",
-    f"{REWARD_MODEL}.fsdp_config.*": "reward_model.fsdp_config.* reward_model.model.fsdp_config.*",
-}
-_MOVED = [
-    *_same_names("*", "*.fsdp_config", "strategy ulysses_sequence_parallel_size"),
-    *_same_names(MODEL, ACTOR, "use_remove_padding"),
-    *_same_names(MODEL, f"{ACTOR}.megatron", "use_remove_padding"),
-    *_same_names(MODEL, "data", "trust_remote_code"),
-    *_same_names(REWARD_MODEL, "reward_model", "enable enable_resource_pool n_gpus_per_node nnodes strategy"),
-    *_same_names(REWARD_MODEL, "reward_model", "max_length micro_batch_size_per_gpu"),
-    *_same_names(REWARD_MODEL, "reward_model.model", "trust_remote_code"),
-    *_same_names(f"{LOSS}.loss_kwargs", ACTOR, "tau_pos tau_neg"),
-    *_same_names(
-        f"{LOSS}.loss_kwargs", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta"
-    ),
-    *_same_names(VLLM, ROLLOUT, "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching load_format"),
-    *_same_names(VLLM, ROLLOUT, "enforce_eager cudagraph_capture_sizes disable_log_stats"),
-]
-_VALUES = [
-    Spelling("*strategy", value="fsdp2", only=("fsdp",)),
-    Spelling(f"{ROLLOUT}.name", "it generates with transformers, too", value="native", only=("hf",)),
-    Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
-]
-_BEFORE_WIDER_ONES = [
-    *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
-    *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
-    *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
-    *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
-    *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
-    *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
-    *_because({"fsdp and fsdp2 are the engine": "model_engine engine strategy"}, only=("dp", "fsdp", "fsdp2")),
-    Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
-    *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
-    *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
-    *_because({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
-]
-_NO_EFFECT = {
-    "there is one trainer and one kind of worker": "trainer.use_legacy_worker_impl trainer.use_v1",
-    "batches stay in the processes that make and read them": "transfer_queue.*",
-    "other prompts take the place of filtered ones, data.gen_batch_size at a time": (
-        "algorithm.filter_groups.max_inflight_gen_batches trainer.v1.sampler.sync_refill_failed_groups"
-    ),
-    "the reward model runs in the training processes, with its own engine and tokenizer": "reward_model.rollout.* "
-    f"{REWARD_MODEL}.rollout.* reward_model.use_reward_loop reward_model.launch_reward_fn_async "
-    "reward_model.use_dynamic_bsz reward_model.ulysses_sequence_parallel_size reward_model.model.input_tokenizer "
-    "reward_model.model.use_remove_padding reward_model.model.use_fused_kernels reward_model.model.external_lib "
-    "reward_model.model.use_shm",
-    "the penalty is always logged": "*.overlong_buffer_cfg.log",
-    "rows are always balanced over processes by tokens": "trainer.balance_batch",
-    "any group of processes hosts any roles": "actor_rollout_ref.hybrid_engine",
-    "Search-R1 does not read it either": "algorithm.no_think_rl",
-    "it is unused in verl too": f"actor_rollout_ref.nccl_timeout data.return_raw_input_ids {ACTOR}.freeze_vision_tower "
-    "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu "
-    + _at(ROLLOUT, "over_sample_rate multi_stage_wake_up multi_turn.num_repeat_rollouts"),
-    "samples per prompt are actor_rollout_ref.rollout.n": f"{ACTOR}.rollout_n critic.rollout_n",
-    "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
-    "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
-    "the model is not trained": " ".join(
-        _at(f"{role}.megatron", "grad_offload optimizer_offload use_distributed_optimizer override_ddp_config.*")
-        for role in (REF, REWARD_MODEL)
-    ),
-    "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
-    "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
-    "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
-    "*.entropy_from_logits_with_chunking *.entropy_from_logits_chunk_size *model.use_fused_kernels "
-    f"{ACTOR}.use_fused_kernels",
-    "kernels are chosen by the model": f"{MODEL}.fused_kernel_options.* reward_model.model.use_liger",
-    "gradient checkpointing and micro-batches by tokens bound the activations": "*.tiled_mlp.*",
-    "training passes are compiled by model.compile=true": "*.use_torch_compile",
-    "weights are read from where they are": "*model.use_shm",
-    "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
-    "one seed decides all, trainer.seed": f"*fsdp_config.seed *.megatron.seed {ROLLOUT}.seed "
-    f"{ACTOR}.data_loader_seed critic.data_loader_seed",
-    "no warm-up step has rate 0": "*optim.zero_indexed_step",
-    "FSDP2 shards layer by layer": "*.wrap_policy.min_num_params *fsdp_config.use_orig_params",
-    "the role decides it": "*fsdp_config.forward_only *.megatron.forward_only",
-    "gradients are summed in float32": "*fsdp_config.mixed_precision.*",
-    "gradient checkpointing leaves few activations to offload": "*model.enable_activation_offload",
-    "a checkpoint is always read strictly": "*checkpoint.strict",
-    "each call has a trace of its own, in global_profiler.save_path": "*.profiler.tool_config.torch.discrete "
-    "global_profiler.relocate_results global_profiler.profile_continuous_steps",
-    "an export holds merged weights": f"{MODEL}.lora.merge",
-    "rollout log-probs are those at rollout.temperature, before top_k and top_p": f"{ROLLOUT}.logprobs_mode",
-    "expert load is not measured": f"{ROLLOUT}.moe_load_balance_metrics_interval",
-    "generation takes and gives token ids one by one, always with their log-probs": _at(
-        ROLLOUT,
-        "mode skip_tokenizer_init calculate_log_probs",
-    ),
-    "episodes are tasks of one process: agent.max_concurrent_episodes bounds them": f"{ROLLOUT}.agent.num_workers",
-    "weights go to generators tensor by tensor, in the way that fits where these are": _at(
-        ROLLOUT, "checkpoint_engine.backend layered_summon"
-    ),
-    "requests are answered in the order in which they come": f"{ROLLOUT}.scheduling_policy",
-    SAMPLED: f"{ROLLOUT}.do_sample",
-    "turns are put together by token ids, always exactly": _at(
-        ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
-    ),
-    "messages are always kept": "data.return_raw_chat data.return_full_prompt",
-    "generation gets all validation prompts, and makes batches of its own": "data.val_batch_size",
-    "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "
-    "data.filter_overlong_prompts_workers",
-    "the policy's tokenizer is used": "critic.model.tokenizer_path critic.model.custom_chat_template",
-    "Ray waits for its own start": "trainer.ray_wait_register_center_timeout",
-    "an interrupted run saves by itself": "trainer.esi_redundant_time",
-}
-_REFUSED = {
-    "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm train are "
-    "fsdp2's alone": "model_engine engine strategy megatron.*",
-    "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "
-    "*.megatron.dist_checkpointing_path",
-    "set megatron.override_transformer_config": "*.megatron.override_mcore_model_config.*",
-    "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",
-    "context parallel ranks are the same for all rows": "*.megatron.dynamic_context_parallel "
-    "*.megatron.max_seqlen_per_dp_cp_rank",
-    "the schedule's floor is a share of lr: set min_lr_ratio": "*optim.min_lr",
-    "replicas follow from the processes and tensor_model_parallel_size: set it to 1": REPLICAS,
-    "a checkpoint is always read as a whole: drop it": "*checkpoint.load_contents",
-    "saving is done before the next step: leave it at false": "*checkpoint.async_save",
-    "layers are not split: set ulysses_sequence_parallel_size to share rows": "*fsdp_config.tensor_parallel_size",
-    "code runs in a sandbox on this machine: drop it": "*sandbox_fusion.*",
-    "a class is for the prompts of a PPO run: prepare a parquet or jsonl file": "*data.custom_cls.*",
-    "managers are built in: naive (or prime, the same), dapo, batch": "reward.reward_manager.source",
-    "traces are torch's: set global_profiler.tool=torch, .steps, .save_path, and enable, ranks, all_ranks of a "
-    "role's profiler": "*.profiler.* global_profiler.* trainer.profile_steps",
-    "expert routing is not replayed": f"*.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
-    "the optimizer is torch.optim.AdamW: set optim.betas, optim.eps": "*optim.optimizer *optim.optimizer_impl "
-    "*optim.override_optimizer_config.* *optim.override_optimizer_config",
-    "training is not quantized": "*.qat.* *fsdp_config.turbo_config.*",
-    "generation is not quantized": f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file",
-    "multi-token prediction is not supported": "*.mtp.*",
-    "only lora_rank, lora_alpha, target_modules and exclude_modules are supported": "*.model.lora.*",
-    "the model directory holds its own config: use override_config": "*.hf_config_path",
-    "the reference model is the policy's start: set actor_rollout_ref.model.path": f"{REF}.model.*",
-    "metrics go where trainer.logger says": f"{ROLLOUT}.trace.* {ROLLOUT}.prometheus.*",
-    "prefill and decoding share an engine": f"{ROLLOUT}.disaggregation.*",
-    "custom servers are not supported": f"{ROLLOUT}.agent.custom_async_server.*",
-    "only the built-in weight transport is supported": f"{ROLLOUT}.checkpoint_engine.engine_kwargs.* "
-    f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
-    "rollouts are not cached": "skip.* " + _at(ROLLOUT, "skip.* skip_rollout skip_dump_dir"),
-    "training is on text": _at(
-        "data", "image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*"
-    ),
-    "sampling of prompts is data.shuffle and data.seed": "data.sampler.*",
-    "use algorithm.rollout_correction.*": "algorithm.rollout_is algorithm.rollout_is_*",
-    "a grader of your own is reward.custom_reward_function.*": "reward.reward_manager.module.*",
-    "distillation is not supported": "distillation.*",
-    "training and generation keep their processes: drop it": "trainer.v1.separate_async.hybrid_rollout.*",
-    "which samples come next is trainer.v1.sampler.max_off_policy_strategy": "trainer.v1.sampler.custom_sampler.* "
-    "trainer.v1.sampler.sampler_kwargs.*",
-    "set trainer.v1.trainer_mode=separate_async, sampler.max_off_policy_threshold": "async_training.*",
-    "checkpoints go to trainer.default_local_dir": "trainer.default_hdfs_dir",
-    "checkpoints are kept by trainer.max_ckpt_to_keep": "trainer.del_local_ckpt_after_load "
-    "trainer.remove_previous_ckpt_in_save",
-    "use `ray timeline`": "ray_kwargs.timeline_json_file",
-}
-SPELLINGS: tuple[Spelling, ...] = (
-    *_read_as(_MICRO_BATCHES, "it counts samples of one process here"),
-    *_MOVED,
-    *_read_as(_RENAMED),
-    *_VALUES,
-    *_BEFORE_WIDER_ONES,
-    *_because(_NO_EFFECT),
-    *_because(_REFUSED, refused=True),
-)
+SPELLINGS = tuple(_rows())
 
 
 def find_spelling(root: type[BaseModel], key: str, value: Any) -> tuple[Spelling, str | None] | None:
     """The first rule that applies to `key`, and the key of `root` that it leads to (over further rules, if need be)."""
-    for one in SPELLINGS:
-        star = one.match(key, value)
+    for rule in SPELLINGS:
+        star = rule.match(key, value)
         if star is None:
             continue
-        if one.target is None:
-            return one, None
-        target = one.target.replace("*", star)
+        if rule.target is None:
+            return rule, None
+        target = rule.target.replace("*", star)
         if exists(root, target) and not is_section(root, target):
-            return one, target
+            return rule, target
         further = find_spelling(root, target, value)
         if further is not None:
-            return further[0] if further[0].target is None else one, further[1]
+            return further[0] if further[0].target is None else rule, further[1]
     return None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -18,10 +17,10 @@ from valor.data.batch import Batch, Episodes
 from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec, Tracer
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Sink = Callable[[Any], None]
 Feed = Callable[[int], Sequence[Any]]
-"""What a rank is to be told, each thing once."""
+"""The new messages for a rank."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -36,25 +35,24 @@ class WorkerGroup(ABC):
         self.specs = specs
         self.num_replacements = 0  # of processes that died
         self._layouts: list[dict[str, int]] | None = None
-        self._split: tuple[Sequence[Any], list[list[int]]] = (), []  # what was split last, and how
 
     def __getitem__(self, role: str) -> RoleHandle:
         return RoleHandle(self, role, self.specs[role].cls)
 
     @abstractmethod
     def run(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
         """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised.
 
         With a `sink` the method gets a keyword argument `sink`, and what it puts there on any rank arrives here one
-        by one, in the calling thread, before `run` returns. A `feed`, which comes with a sink, is the way back: it is
-        asked in this thread all the time, and the method's keyword argument `feed` gives what it has brought.
+        by one, in the calling thread, before `run` returns. With a `feed`, which comes with a sink, it also gets a
+        keyword argument `feed`, a function that returns the messages for this rank that are new.
         """
 
-    def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
-        """`run` in two parts: what this returns gives the results. Ranks that are processes of their own work
-        meanwhile, and have a call that is started then as soon as they are done with the one before."""
+    def start(self, role: str, method: str, calls: list[Arguments]) -> Callable[[], list[Any]]:
+        """`run` in two parts: the function returned gives the results. Ranks that are processes of their own work
+        meanwhile, and begin a call that is started then as soon as they have ended the one before."""
         results = self.run(role, method, calls)
         return lambda: results
 
@@ -62,26 +60,15 @@ class WorkerGroup(ABC):
         """Whether every rank is free, at the latest after so many seconds, when a call has ended by an error."""
         return True
 
+    def run_host(self, method: str, *args: Any) -> list[Any]:
+        """A method of every rank's WorkerHost."""
+        return self.run(HOST, method, [(args, {})] * self.pool.world_size)
+
     def data_parallel_ranks(self, role: str) -> list[int]:
-        """Of each process the number of the share of a batch that it is given; several may work on one share."""
+        """For each process the number of its share of a batch; several may work on one share."""
         if self._layouts is None:
-            self._layouts = self.run(HOST, "layout", [((), {})] * self.pool.world_size)
+            self._layouts = self.run_host("layout")
         return [layout[role] for layout in self._layouts]
-
-    def split_rows(self, batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:
-        """`split_rows`, asked once about rows that pass after pass reads."""
-        names = ("prompts", "prompt_lengths", "response_lengths", "episode")
-        asked = [*map(batch.tensors.raw.get, names), batch.objects.get(keep_together or "")]
-        if len(self._split[1]) != num_parts or not all(map(is_, asked, self._split[0])):
-            self._split = asked, split_rows(batch, num_parts, keep_together)
-        return self._split[1]
-
-    def peak_memory(self) -> dict[str, float]:
-        """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
-        found = self.run(HOST, "peak_memory", [((), {})] * self.pool.world_size)
-        return {
-            key: max(one.get(key, 0.0) for one in found) for key in dict.fromkeys(key for one in found for key in one)
-        }
 
     @abstractmethod
     def close(self) -> None:
@@ -94,13 +81,13 @@ class Pools:
     def __init__(self, placement: Placement, groups: dict[str, WorkerGroup]) -> None:
         self.placement = placement
         self._groups = groups
-        # One thread a pool: what is submitted to a pool runs in order, and beside what other pools do.
+        # One thread a pool: calls that are submitted to a pool run in order, and beside those of other pools.
         self._threads = {
             name: ThreadPoolExecutor(1, thread_name_prefix=name)
             for name, group in groups.items()
             if len(groups) > 1 or group.apart
         }
-        self._last: dict[str, Future[Any]] = {}  # what was submitted to each pool
+        self._last: dict[str, Future[Any]] = {}  # submitted to each pool
 
     def __getitem__(self, role: str) -> RoleHandle:
         return self._groups[self.placement.pool_of(role)][role]
@@ -126,34 +113,38 @@ class Pools:
         return [role for group in self._groups.values() for role in group.specs]
 
     def peak_memory(self) -> dict[str, float]:
-        """GiB that the fullest rank held in each kind of call since the last time, as metrics; not of pools that are
-        busy, or whose last call has failed, which is told to who waits for it."""
-        return {key: value for group in self._free() for key, value in group.peak_memory().items()}
+        """GiB of the fullest rank in each kind of call since the last time, as metrics, from pools that are free."""
+        peaks: dict[str, float] = {}
+        for group in self._free():
+            for of_rank in group.run_host("peak_memory"):
+                peaks |= {call: max(peak, peaks.get(call, 0.0)) for call, peak in of_rank.items()}
+        return peaks
 
     @contextmanager
     def traced(self, tracer: Tracer) -> Iterator[None]:
-        """Trace the calls of the block, in the pools that are not busy when it begins."""
+        """Trace the calls of the block, in the pools that are free when it begins."""
         free = self._free()
         for group in free:
-            group.run(HOST, "trace", [((tracer,), {})] * group.pool.world_size)
+            group.run_host("trace", tracer)
         yield
         for group in free:
-            group.run(HOST, "trace", [((None,), {})] * group.pool.world_size)
+            group.run_host("trace", None)
 
     def _free(self) -> list[WorkerGroup]:
+        """Those that are not busy, and whose last call did not fail (its error is raised where its result is read)."""
         busy = [pool for pool, last in self._last.items() if not last.done() or last.exception() is not None]
         return [group for pool, group in self._groups.items() if pool not in busy]
 
     def close(self) -> None:
         """End all processes; the first pool, which may have started Ray, goes last."""
         for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)  # what still runs ends with its processes
+            threads.shutdown(wait=False, cancel_futures=True)  # a call under way ends with its processes
         for group in reversed(self._groups.values()):
             group.close()
 
 
 class RoleHandle:
-    """A role as the trainer calls it: methods take and return whole batches, whoever computes them.
+    """A role as the trainer calls it: methods take and return whole batches, whichever ranks compute them.
 
     A `sink` argument receives what the method reports while it runs (`WorkerGroup.run`). `group`: the role's processes.
     """
@@ -185,23 +176,23 @@ class RoleHandle:
         results = self.group.run(self._role, method, calls, sink)
         if len(calls) == 1 or not isinstance(results[0], Batch):
             return results[0]
-        found = [results[ranks.index(rank)] for rank in range(len(parts))]
-        joined, order = Batch.concat(found), torch.tensor([i for part in parts for i in part])
-        if "episode" in joined:  # of one row several may have come, and these stay together
-            of_part = [torch.tensor(part)[one["episode"]] for part, one in zip(parts, found, strict=True) if len(one)]
-            joined["episode"] = order = torch.cat(of_part)
-        return joined.take(torch.argsort(order, stable=True))
+        shares = [results[ranks.index(rank)] for rank in range(len(parts))]
+        result, order = Batch.concat(shares), torch.tensor([i for part in parts for i in part])
+        if "episode" in result:  # rows of one episode stay together
+            of_part = [torch.tensor(part)[one["episode"]] for part, one in zip(parts, shares, strict=True) if len(one)]
+            result["episode"] = order = torch.cat(of_part)
+        return result.take(torch.argsort(order, stable=True))
 
     def _shares(
         self, batch: Batch, marked: Dispatch, *args: Any, **kwargs: Any
-    ) -> tuple[list[Call], list[list[int]], list[int]]:
-        """Each rank's call with its rows of the batch; the rows of each share, and the share of each rank."""
+    ) -> tuple[list[Arguments], list[list[int]], list[int]]:
+        """Each rank's arguments with its rows of the batch; the rows of each share, and the share of each rank."""
         if marked.reads:
             batch = batch.select([name for name in (*marked.reads, "episode") if name in batch])
         if self.group.pool.world_size == 1:
             return [((batch, *args), kwargs)], [list(range(len(batch)))], [0]
         ranks = self.group.data_parallel_ranks(self._role)
-        parts = self.group.split_rows(batch, max(ranks) + 1, marked.keep_together)
+        parts = split_rows(batch, max(ranks) + 1, marked.keep_together)
         shares = batch.split(parts)
         return [((shares[rank], *args), kwargs) for rank in ranks], parts, ranks
 
@@ -226,8 +217,8 @@ def split_rows(batch: Batch, num_parts: int, keep_together: str | None) -> list[
         prompts = [ids[rows[0], : prompt_tokens[rows[0]]].tobytes() for rows in episodes]
 
         def work(unit: Sequence[list[int]]) -> int:
-            own = sum(tokens[row] for rows in unit for row in rows)
-            return own - (len(unit) - 1) * prompt_tokens[unit[0][0]]
+            total = sum(tokens[row] for rows in unit for row in rows)
+            return total - (len(unit) - 1) * prompt_tokens[unit[0][0]]
 
         chosen = partition_groups(grouped(episodes, prompts), work, num_parts)
     return [sorted(row for unit in part for rows in unit for row in rows) for part in chosen]

@@ -39,9 +39,9 @@ def run_jobs(
 ) -> Iterator[tuple[Job, str | None]]:
     """Run every job, `parallel` at a time, the first ready one first; yields each when it has ended: None or its error.
 
-    The error is the last line that the command wrote. A job that comes after a failed one is not run. `stopping` is
-    asked all the time: once it names a signal, nothing more is started, and running jobs are asked to stop too. Of jobs
-    side by side each sees an equal share of this machine's GPUs; where there are fewer GPUs than jobs they share them.
+    The error is the last line that the command wrote. A job that comes after a failed one is not run. Once `stopping`
+    names a signal, nothing more is started, and running jobs are asked to stop too. Of jobs side by side each sees an
+    equal share of this machine's GPUs; where there are fewer GPUs than jobs they share them.
     """
     waiting, failed, processes = list(jobs), set[str](), list[subprocess.Popen[bytes]]()
     running: dict[Future[int], Job] = {}
@@ -67,8 +67,8 @@ def run_jobs(
                 if process.poll() is None:
                     process.terminate()
 
-    with ThreadPoolExecutor(parallel) as threads, ExitStack() as told_again:
-        told_again.push(lambda kind, *_: stop() if kind else None)
+    with ThreadPoolExecutor(parallel) as threads, ExitStack() as at_an_error:
+        at_an_error.push(lambda kind, *_: stop() if kind else None)
         while running or (waiting and not stopped):
             if not stopped and (signum := stopping()):
                 stop(signum)
@@ -107,8 +107,8 @@ def _error(future: Future[int], job: Job) -> str | None:
     if code == 0:
         return None
     lines = (job.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was written")
-    return f"{f'killed by signal {-code}' if code < 0 else f'exit code {code}'}: {said}"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was written")
+    return f"{f'killed by signal {-code}' if code < 0 else f'exit code {code}'}: {last}"
 
 
 def _run_command(job: Job, env: dict[str, str], began: Callable[[subprocess.Popen[bytes]], None]) -> int:

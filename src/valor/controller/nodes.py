@@ -1,4 +1,4 @@
-"""A run that is started once per node: node 0 is Ray's head, the others lend it their devices until the run ends."""
+"""A run that is started once per node: node 0 is Ray's head, the others join it until the run ends."""
 
 import os
 import socket
@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager
 
 from valor.config import TrainerConfig
 from valor.controller.placement import MAIN, Placement
-from valor.controller.watchdog import Watchdog, keeps_memory, start_ray
+from valor.controller.watchdog import Watchdog
 from valor.errors import UserError
 
 _DEFAULT_PORT = 6379
-# Ray asks for a token that every node must have in a file; who wants that sets RAY_AUTH_MODE=token and spreads it.
+# Otherwise every node needs Ray's token in a file; with RAY_AUTH_MODE=token the user provides it.
 _NO_TOKENS = "RAY_AUTH_MODE", "disabled"
 _LEAVES_AFTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # without node 0
 
@@ -23,6 +23,8 @@ _LEAVES_AFTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # without node 
 def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
     """Ray with all `trainer.nnodes` nodes for the block. UserError when they do not come in `trainer.node_timeout`."""
     import ray
+
+    from valor.controller.cluster import start_ray
 
     host, port = _address(trainer)
     try:
@@ -37,12 +39,12 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
     settings = {"_node_ip_address": host, "num_cpus": placement.cpus_per_node, "include_dashboard": False}
     with closing(start_ray(placement.pools[MAIN].device, address="local", **settings)):
         try:
-            deadline, here = time.monotonic() + trainer.node_timeout, list[str]()
-            while len(here) < trainer.nnodes:
-                here = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+            deadline, joined = time.monotonic() + trainer.node_timeout, list[str]()
+            while len(joined) < trainer.nnodes:
+                joined = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"{len(here)} of {trainer.nnodes} nodes ({', '.join(here)}) have joined {host}:{port} in "
+                        f"{len(joined)} of {trainer.nnodes} nodes ({', '.join(joined)}) have joined {host}:{port} in "
                         f"trainer.node_timeout={trainer.node_timeout:g} s: start the same command on the others"
                     )
                 time.sleep(0.2)
@@ -53,6 +55,8 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
 
 def serve(trainer: TrainerConfig, placement: Placement) -> int:
     """Any other node: `ray start` until node 0 is gone. Returns 0. UserError when node 0 cannot be reached."""
+    from valor.controller.cluster import keeps_memory
+
     host, port = _address(trainer)
     deadline = time.monotonic() + trainer.node_timeout
     while not _reachable(host, port):

@@ -2,14 +2,15 @@
 anything is started."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from valor.config import PPOConfig, TrainerConfig
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.rollout.registry import GENERATION_ENGINES
+from valor.workers.roles import ROLES
 
 MAIN = "main"
 
@@ -22,7 +23,7 @@ class ResourcePool:
     processes_per_node: int
     device: str  # "cpu" or "cuda"
     num_threads: int  # CPU threads of each process
-    deterministic: bool = False  # only algorithms that give the same bits every time, where there are such
+    deterministic: bool = False  # only algorithms that give the same bits every time, where torch has them
 
     @property
     def world_size(self) -> int:
@@ -52,11 +53,11 @@ class Placement:
         return max(available_cores(), sum(pool.processes_per_node * pool.num_threads for pool in self.pools.values()))
 
     def pool_of(self, role: str) -> str:
-        """Name of the role's pool; the members of an ensemble live together."""
-        return self.home.get("critic" if role.startswith("critic_") else role, MAIN)
+        """Name of the role's pool."""
+        return self.home.get(role, MAIN)
 
     def table(self, roles: Iterable[str]) -> str:
-        """Who shares what, a line a pool."""
+        """The roles of each pool, a line a pool."""
         roles = list(roles)
         width = max(map(len, self.pools))
         return "\n".join(
@@ -73,10 +74,10 @@ def available_cores() -> int:
 def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Placement:
     """All roles in one pool, the one that `trainer.*` asks for on this machine.
 
-    `ray_address` is that of `ray_kwargs.ray_init`. Raises UserError when GPUs are asked for that are not there, when
-    one process is asked to be several, and when a machine without GPUs would decide for those of a cluster.
+    `ray_address` is that of `ray_kwargs.ray_init`. UserError when there are fewer GPUs than asked for, when
+    controller=local would be several processes, and when a machine without GPUs would decide for those of a cluster.
     """
-    gpus = torch.cuda.device_count()
+    gpus, number = torch.cuda.device_count(), trainer.n_gpus_per_node
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
     cluster = ray_address or os.environ.get("RAY_ADDRESS")
     if cluster and trainer.device == "auto" and device == "cpu" and trainer.controller != "local":
@@ -84,19 +85,18 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Plac
             f"this machine has no GPU, and the run joins the Ray cluster at {cluster}: set trainer.device=cuda and "
             "trainer.n_gpus_per_node to use the cluster's GPUs, or trainer.device=cpu"
         )
-    asked = trainer.n_gpus_per_node
     remote = trainer.nnodes > 1 or trainer.controller == "ray"
-    if device == "cuda" and not remote and gpus < (asked or 1):
+    if device == "cuda" and not remote and gpus < (number or 1):
         raise UserError(
-            f"trainer.n_gpus_per_node={asked or 1} asked, {gpus} GPUs found: set trainer.n_gpus_per_node to what is "
+            f"trainer.n_gpus_per_node={number or 1} asked, {gpus} GPUs found: set trainer.n_gpus_per_node to what is "
             "there, or trainer.device=cpu"
         )
-    if device == "cpu" and trainer.device == "auto" and (asked or 1) > 1:
+    if device == "cpu" and trainer.device == "auto" and (number or 1) > 1:
         raise UserError(
-            f"trainer.n_gpus_per_node={asked} asked, and this machine has no GPU: set trainer.n_gpus_per_node=1 to run "
-            "on the CPU, or trainer.device=cpu to run that many CPU processes"
+            f"trainer.n_gpus_per_node={number} asked, and this machine has no GPU: set trainer.n_gpus_per_node=1 to "
+            "run on the CPU, or trainer.device=cpu to run that many CPU processes"
         )
-    processes = asked or (gpus if device == "cuda" else 1)
+    processes = number or (gpus if device == "cuda" else 1)
     threads = trainer.num_threads or max(1, available_cores() // processes)
     pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
     controller = trainer.controller
@@ -111,27 +111,27 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Plac
 
 
 def resolve_placement(config: PPOConfig) -> Placement:
-    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device; but
-    those that only ask servers are on the CPU.
+    """The run's pools: that of `trainer.*`, and those of `resource_pools` on the same device, or on the CPU if they
+    only send requests to servers.
 
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
-    elsewhere = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
-    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    remote_engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
+    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"))
     main = alone.pools[MAIN]
-    each = main.processes_per_node + sum(asked.n_gpus_per_node for asked in config.pools.values())
+    each = main.processes_per_node + sum(pool.n_gpus_per_node for pool in config.pools.values())
     main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))
     pools, home = {MAIN: main}, {}
-    for name, asked in config.pools.items():
-        threads = asked.num_threads or main.num_threads
+    for name, pool in config.pools.items():
         pools[name] = replace(
             main,
-            num_nodes=asked.nnodes,
-            processes_per_node=asked.n_gpus_per_node,
-            device="cpu" if elsewhere and asked.roles == ["rollout"] else main.device,
-            num_threads=threads,
+            num_nodes=pool.nnodes,
+            processes_per_node=pool.n_gpus_per_node,
+            device="cpu" if remote_engine and pool.roles == ["rollout"] else main.device,
+            num_threads=pool.num_threads or main.num_threads,
         )
-        home |= dict.fromkeys(asked.roles, name)
+        for role in pool.roles:
+            home |= dict.fromkeys(ROLES[role].names(config, role), name)
     apart = bool(config.pools) or config.trainer.node_rank is not None
     return Placement("ray" if apart and not _in_threads(config) else alone.controller, pools, home)
 
@@ -144,57 +144,49 @@ def _in_threads(config: PPOConfig) -> bool:
 
 
 def check_placement(config: PPOConfig) -> list[str]:
-    """What contradicts itself in where roles run and how processes share rows and layers out, a line each."""
+    """Contradictions in where roles run and how processes share rows and layers out, a line each."""
     return [*_check_pools(config), *_check_sequence_parallel(config)]
 
 
-def _check_sequence_parallel(config: PPOConfig) -> list[str]:
-    lines, policy = [], config.actor_rollout_ref
-    for key, size, packed in (
-        ("actor_rollout_ref", policy.actor.ulysses_sequence_parallel_size, policy.model.use_remove_padding),
-        ("critic", config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding),
+def _check_sequence_parallel(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    for key, role, model in (
+        ("actor_rollout_ref", policy.actor, policy.model),
+        ("critic", config.critic, config.critic.model),
     ):
-        if size > 1 and not packed:
-            lines.append(f"sequence parallelism shares packed rows out: set {key}.model.use_remove_padding=true")
-    if "full" not in config.kl_kinds:
-        return lines
-    own, other = policy.actor.ulysses_sequence_parallel_size, policy.ref.ulysses_sequence_parallel_size
-    if own != other:
-        lines.append(
-            f"the exact KL is computed on the actor's rows as they are shared out: set actor_rollout_ref.ref."
-            f"ulysses_sequence_parallel_size={own}, as the actor's"
-        )
-    return lines
+        if role.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+            yield f"sequence parallelism shares packed rows out: set {key}.model.use_remove_padding=true"
 
 
-def _check_pools(config: PPOConfig) -> list[str]:
-    lines, homes, reward_model = [], {}, config.reward.reward_model.is_role
-    absent = {"critic": not config.critic.enable, "ref": not config.needs_reference, "reward_model": not reward_model}
+def _check_pools(config: PPOConfig) -> Iterator[str]:
+    homes: dict[str, str] = {}
+    movable = [role for role, row in ROLES.items() if row.movable]
+    v1 = config.trainer.v1
     for name in config.resource_pools.keys() & config.asked_pools.keys():
-        lines.append(
-            f"resource_pools.{name}: that is the name of the pool that {name}'s own keys ask for: take another"
-        )
+        yield f"resource_pools.{name}: that is the name of the pool that {name}'s own keys ask for: take another"
     for name, pool in config.pools.items():
+        key = f"resource_pools.{name}"
         for role in pool.roles:
             if role in homes:
-                lines.append(f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them")
-            if absent.get(role):
-                lines.append(f"resource_pools.{name}.roles names {role}, which this run does not have: remove it")
+                yield f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them"
+            if role not in movable:
+                yield f"{key}.roles: '{role}' is none of {', '.join(movable)}{did_you_mean(role, movable)}"
+            elif not ROLES[role].wanted(config):
+                yield f"{key}.roles names {role}, which this run does not have: remove it"
             if role == "ref" and "full" in config.kl_kinds:
-                lines.append(
+                yield (
                     "the exact KL (kl_loss_type, kl_penalty=full) is computed beside the actor: take ref out of "
-                    f"resource_pools.{name}.roles, or take an estimator such as k3"
+                    f"{key}.roles, or take an estimator such as k3"
                 )
             homes[role] = name
-        v1, others = config.trainer.v1, " and ".join(role for role in pool.roles if role != "rollout")
+        others = " and ".join(role for role in pool.roles if role != "rollout")
         if "rollout" in pool.roles and others and v1.trainer_mode == "separate_async" and not v1.by_batches:
-            lines.append(
-                f"resource_pools.{name}: the generators of separate_async stop for nobody, and {others} would wait for "
-                "ever: leave rollout alone in its pool"
+            yield (
+                f"{key}: the generators of separate_async stop for nobody, and {others} would wait for ever: leave "
+                "rollout alone in its pool"
             )
     if config.pools and config.trainer.controller == "local" and not _in_threads(config):
-        lines.append(
+        yield (
             f"{', '.join(config.pools)}: a pool has processes of its own and trainer.controller=local is one process: "
             "use ray"
         )
-    return lines

@@ -1,29 +1,26 @@
-"""Roles as Ray actors: one process a rank, placed by a placement group. The only file that imports ray."""
+"""Roles as Ray actors: one process a rank, placed by a placement group."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import ray
 import torch
-from ray._private import services
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from valor.controller.group import Call, Feed, Sink, WorkerGroup
-from valor.controller.placement import ResourcePool, available_cores
-from valor.controller.watchdog import Watchdog, start_ray
+from valor.controller.cluster import bundle, check_nodes, start_or_join
+from valor.controller.group import Arguments, Feed, Sink, WorkerGroup
+from valor.controller.placement import ResourcePool
 from valor.data.batch import Batch
 from valor.data.stored import Part, Stored, StoredColumn, to_stored
 from valor.errors import TrainingStopped, UserError, WorkerDied, WorkersReplaced
@@ -32,22 +29,21 @@ from valor.workers.dispatch import dispatch_of
 from valor.workers.host import HOST, RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
-_ANSWER_SECONDS = 5.0  # in which the head of a cluster answers
-_FEED_SECONDS = 0.05  # where ranks wait for what they are to be told
+_FEED_SECONDS = 0.05  # the same, where ranks wait for messages
 _PLACEMENT_SECONDS = 120.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
-_MOST_REPLACEMENTS = 20  # of a pool's processes in a run: they die of something that stays
+_MOST_REPLACEMENTS = 20  # of a pool's processes in a run: the cause of so many deaths will not go away
 
 
 class _RayHost(WorkerHost):
-    """A WorkerHost in a Ray process. On a second thread the driver polls it while a call runs: for the progress of the
-    call, for what the call has put into its sink since the last time, and to bring what the call is fed."""
+    """A WorkerHost in a Ray process. While a call runs, the driver polls a second thread: for the call's progress, for
+    the items of its sink, and to bring the messages of its feed."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
         self._latest = Latest()
         add_listener(self._latest)
-        self._reported: dict[int, deque[Any]] = {}  # by the number of the call
-        self._brought: dict[int, deque[Any]] = {}
+        self._items: dict[int, deque[Any]] = {}  # of sinks, by the number of the call
+        self._messages: dict[int, deque[Any]] = {}
         gpu = own_gpu() if pool.device == "cuda" else 0
         super().__init__(
             rank, pool.world_size, pool.device, pool.num_threads, deterministic=pool.deterministic, gpu=gpu
@@ -70,15 +66,15 @@ class _RayHost(WorkerHost):
         kwargs: dict[str, Any],
         stays: Sequence[str] = (),
         number: int | None = None,
-        fed: bool = False,
+        has_feed: bool = False,
     ) -> Any:
         """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
         self._latest.begin()
         if number is not None:
-            kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
-        if number is not None and fed:
-            kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
-        args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads what lies elsewhere
+            kwargs = {**kwargs, "sink": self._items.setdefault(number, deque()).append}
+        if number is not None and has_feed:
+            kwargs["feed"] = partial(_drain, self._messages.setdefault(number, deque()))
+        args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads stored columns
         result = super().call(role, method, *args, **kwargs)
         if not stays:
             return result
@@ -88,20 +84,17 @@ class _RayHost(WorkerHost):
 
     @ray.method(concurrency_group="poll")
     def poll(
-        self, number: int | None, last: bool = False, brought: Sequence[Any] = ()
+        self, number: int | None, last: bool = False, messages: Sequence[Any] = ()
     ) -> tuple[Progress | None, list[Any]]:
-        """Progress, and what call `number`, which is `brought` something, has reported since the last time.
-
-        `last`: the call has ended.
-        """
+        """Progress, and the new items of call `number`, which gets `messages`. `last`: the call has ended."""
         if number is None:
             return self._latest.report, []
-        if brought:  # perhaps before the call has begun
-            self._brought.setdefault(number, deque()).extend(brought)
-        items = _drain(self._reported.get(number, deque()))
+        if messages:  # perhaps before the call has begun
+            self._messages.setdefault(number, deque()).extend(messages)
+        items = _drain(self._items.get(number, deque()))
         if last:
-            self._reported.pop(number, None)
-            self._brought.pop(number, None)
+            self._items.pop(number, None)
+            self._messages.pop(number, None)
         return self._latest.report, items
 
 
@@ -130,9 +123,9 @@ class RayGroup(WorkerGroup):
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
         self._unfinished: list[Any] = []  # results of the last call that ended by an error
-        self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
+        self._watchdog = None if ray.is_initialized() else start_or_join(pool, ray_init)
         try:
-            _check_nodes(pool)
+            check_nodes(pool)
             self._start()
         except BaseException:  # a model that cannot be loaded, Ctrl-C: no process and no reservation stays behind
             self.close()
@@ -149,10 +142,9 @@ class RayGroup(WorkerGroup):
 
     def _place(self) -> None:
         """Reserve the pool's resources and start a process on each bundle. UserError when they are not to be had."""
-        pool, cpus = self.pool, self.pool.num_threads
-        each, bundle = pool.processes_per_node, _bundle(pool)
+        pool = self.pool
         strategy = "STRICT_SPREAD" if pool.num_nodes > 1 else "PACK"
-        self._placement = placement_group([bundle] * pool.num_nodes, strategy=strategy)
+        self._placement = placement_group([bundle(pool)] * pool.num_nodes, strategy=strategy)
         if not self._placement.wait(_PLACEMENT_SECONDS):
             raise UserError(
                 f"{pool} did not come free on the Ray cluster within {_PLACEMENT_SECONDS:.0f} s, other runs hold the "
@@ -162,10 +154,10 @@ class RayGroup(WorkerGroup):
         actor_class: Any = ray.remote(concurrency_groups={"poll": 1})(_RayHost)  # type: ignore[call-overload]
         self._actors = [
             actor_class.options(
-                num_cpus=cpus,
+                num_cpus=pool.num_threads,
                 num_gpus=1 if pool.device == "cuda" else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=bundles[rank // each]
+                    self._placement, placement_group_bundle_index=bundles[rank // pool.processes_per_node]
                 ),
             ).remote(rank, pool)
             for rank in range(pool.world_size)
@@ -180,7 +172,7 @@ class RayGroup(WorkerGroup):
         return sorted(node_of, key=lambda i: (node_of[i] != here, address[node_of[i]], i))
 
     def run(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
         """Processes that died are replaced, where their roles can be, and the call is repeated.
 
@@ -196,7 +188,7 @@ class RayGroup(WorkerGroup):
                 raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
             return self.run(role, method, calls, sink, feed)
 
-    def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
+    def start(self, role: str, method: str, calls: list[Arguments]) -> Callable[[], list[Any]]:
         started = self._send(role, method, calls)
         return lambda: self._get(started)
 
@@ -218,7 +210,7 @@ class RayGroup(WorkerGroup):
         except WorkerDied as again:
             self._replace(again)
 
-    def _run(self, role: str, method: str, calls: list[Call], sink: Sink | None, feed: Feed | None) -> list[Any]:
+    def _run(self, role: str, method: str, calls: list[Arguments], sink: Sink | None, feed: Feed | None) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
         if sink is None and len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
@@ -229,12 +221,12 @@ class RayGroup(WorkerGroup):
         started = self._send(role, method, calls, stays, number, feed is not None)
         if not stays:
             return self._get(started, number, sink, feed)
-        found = self._get([result for result, *_ in started], number, sink, feed)
-        for (batch, kinds), (_, *refs) in zip(found, started, strict=True):
+        results = self._get([result for result, *_ in started], number, sink, feed)
+        for (batch, kinds), (_, *refs) in zip(results, started, strict=True):
             for name, kind, ref in zip(stays, kinds, refs, strict=True):
                 if kind is not None:
                     batch[name] = StoredColumn.of(_RayPart(ref, *kind))
-        return [batch for batch, _ in found]
+        return [batch for batch, _ in results]
 
     def settled(self, seconds: float) -> bool:
         count = len(self._unfinished)
@@ -249,68 +241,61 @@ class RayGroup(WorkerGroup):
 
     def close(self) -> None:
         self._end_processes()
-        if self._own_ray is not None:
+        if self._watchdog is not None:
             ray.shutdown()
-            self._own_ray.close()
+            self._watchdog.close()
 
     def _get(
         self, refs: list[Any], number: int | None = None, sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
-        """Results in order. While waiting, progress and what call `number` reports are passed on, and what `feed` has
-        for it. A rank's error is raised as its own type."""
-        waiting, found = list(refs), {}
+        """Results in order; progress, items of the sink and messages of the feed are passed on meanwhile.
+
+        A rank's error is raised as its own type: UserError, TrainingStopped, WorkerDied where a process has died.
+        """
         self._unfinished = list(refs)
         try:
-            while waiting:
-                seconds = _POLL_SECONDS if feed is None else _FEED_SECONDS
-                ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=seconds)
-                # Raises now, while the other ranks may wait for the failed one.
-                found |= zip(ready, ray.get(ready), strict=True)
-                if waiting or sink is not None:
-                    # What comes after the end is for the next call.
-                    brought = [feed(rank) if feed and waiting else () for rank in range(len(self._actors))]
-                    polled = zip(self._actors, brought, strict=True)
-                    seen = ray.get([a.poll.remote(number, not waiting, found) for a, found in polled])
-                    relay([progress for progress, _ in seen])
-                    for item in (item for _, items in seen for item in items):
-                        sink(item)  # type: ignore[misc]  # without a sink there are no items
-            self._unfinished = []
-            return [found[ref] for ref in refs]
+            results = self._wait(refs, number, sink, feed)
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):
                 raise error.cause from None
-            if (dead := self._dead_rank(refs)) is not None:  # what the others complain of is that it does not answer
-                raise self._died(dead) from error
+            self._raise_death(error)  # the other ranks complain that one does not answer
             raise error from None
         except RayActorError as error:
-            dead = self._dead_rank(refs)
-            raise (self._died(dead) if dead is not None else WorkerDied(f"a worker process died ({error})")) from error
+            self._raise_death(error)
+            raise WorkerDied(f"a worker process died ({error})") from error
+        self._unfinished = []
+        return results
 
-    def _dead_rank(self, refs: list[Any]) -> int | None:
-        """The rank whose process has died, as soon as Ray knows; None if after a while none has."""
-        if len(refs) != len(self._actors):
-            return None
-        deadline = time.monotonic() + _DEATH_SECONDS
-        while time.monotonic() < deadline:
-            for rank, ref in enumerate(refs):
-                if not ray.wait([ref], timeout=0)[0]:
-                    continue
-                try:
-                    ray.get(ref)
-                except RayActorError:
-                    return rank
-                except Exception:
-                    pass
-            if len(refs) == 1:
-                return None
-            time.sleep(_POLL_SECONDS)
-        return None
+    def _wait(self, refs: list[Any], number: int | None, sink: Sink | None, feed: Feed | None) -> list[Any]:
+        waiting, results = list(refs), {}
+        while waiting:
+            seconds = _POLL_SECONDS if feed is None else _FEED_SECONDS
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=seconds)
+            # Raises now, while the other ranks may wait for the failed one.
+            results |= zip(ready, ray.get(ready), strict=True)
+            if waiting or sink is not None:
+                # Messages that come after the end are for the next call.
+                messages = [feed(rank) if feed and waiting else () for rank in range(len(self._actors))]
+                polled = zip(self._actors, messages, strict=True)
+                seen = ray.get([a.poll.remote(number, not waiting, to_rank) for a, to_rank in polled])
+                relay([progress for progress, _ in seen])
+                for item in (item for _, items in seen for item in items):
+                    sink(item)  # type: ignore[misc]  # without a sink there are no items
+        return [results[ref] for ref in refs]
 
-    def _died(self, rank: int) -> WorkerDied:
-        node = self._nodes[rank] if rank < len(self._nodes) else "its node"
-        return WorkerDied(
-            f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
-        )
+    def _raise_death(self, error: Exception) -> None:
+        """WorkerDied where the process of a rank has died, as soon as Ray knows."""
+        probes = [actor.poll.remote(None) for actor in self._actors]
+        for rank, probe in enumerate(probes):
+            try:
+                ray.get(probe, timeout=_DEATH_SECONDS)
+            except RayActorError:
+                node = self._nodes[rank] if rank < len(self._nodes) else "its node"
+                raise WorkerDied(
+                    f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
+                ) from error
+            except GetTimeoutError:
+                continue
 
 
 def _drain(items: deque[Any]) -> list[Any]:
@@ -322,77 +307,11 @@ def own_gpu() -> int:
 
     It sees no other one, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
     """
-    given, seen = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return seen.index(given) if given in seen else int(given)
+    gpu, seen = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return seen.index(gpu) if gpu in seen else int(gpu)
 
 
 def _interface(address: str) -> str:
     """The network interface that has this address."""
     interfaces = psutil.net_if_addrs().items()
-    return next(name for name, addresses in interfaces if any(one.address == address for one in addresses))
-
-
-def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
-    settings = {k: v for k, v in ray_init.items() if v is not None}
-    least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
-    if "address" not in settings and not os.environ.get("RAY_ADDRESS"):
-        if pool.num_nodes > 1:
-            raise UserError(
-                f"{pool} needs {pool.num_nodes} nodes, and this machine alone is known: start the same command once on "
-                "each node with trainer.node_rank and trainer.master_addr, or name a Ray cluster with RAY_ADDRESS or "
-                "ray_kwargs.ray_init.address"
-            )
-        settings["address"] = "local"  # without it Ray joins whatever cluster has left its name on this machine
-        # A laptop may well run more processes than it has cores: the bundles only have to add up.
-        settings.setdefault("num_cpus", max(available_cores(), least))
-        settings.setdefault("include_dashboard", False)
-    else:
-        _require_cluster(settings.get("address"))
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        return start_ray(pool.device, **settings)
-    except ConnectionError as error:
-        raise UserError(f"Ray does not start, or join a cluster, with {settings}: {error}") from None
-
-
-def _require_cluster(address: str | None) -> None:
-    """UserError: nothing answers at the address of the cluster to join, which Ray would try to reach for minutes."""
-    key, remedy = "ray_kwargs.ray_init.address", "leave it out"
-    if address in (None, "auto") and os.environ.get("RAY_ADDRESS"):
-        address, key, remedy = os.environ["RAY_ADDRESS"], "RAY_ADDRESS", "unset it"
-    if address in (None, "local"):
-        return
-    try:
-        joined = str(services.canonicalize_bootstrap_address(address)) if address == "auto" else address
-        parts = urlsplit(joined if "://" in joined else f"//{joined}")
-        if parts.scheme not in ("", "ray") or not parts.hostname or not parts.port:
-            raise ValueError("an address is HOST:PORT, ray://HOST:PORT or auto")
-        socket.create_connection((parts.hostname, parts.port), timeout=_ANSWER_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"no Ray cluster answers at {key}={address} ({str(error).partition('. ')[0]}): start it there (ray start "
-            f"--head), correct the address, or {remedy} to run on this machine alone"
-        ) from None
-
-
-def _bundle(pool: ResourcePool) -> dict[str, float]:
-    """A node's share of the pool, which goes there as a whole, so that no node gets another's processes."""
-    each = pool.processes_per_node
-    return {"CPU": float(pool.num_threads * each), **({"GPU": float(each)} if pool.device == "cuda" else {})}
-
-
-def _check_nodes(pool: ResourcePool) -> None:
-    """UserError: the cluster has fewer nodes of the size that the pool needs, busy or not."""
-    asked, nodes = _bundle(pool), [node for node in ray.nodes() if node["Alive"]]
-    large = [node for node in nodes if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
-    if len(large) < pool.num_nodes:
-        needs = " and ".join(f"{count:g} {name}s" for name, count in asked.items())
-        has = [
-            f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):g} CPUs and "
-            f"{node['Resources'].get('GPU', 0):g} GPUs"
-            for node in nodes
-        ]
-        raise UserError(
-            f"{pool} needs {pool.num_nodes} nodes of {needs}, and the Ray cluster has {', '.join(has)}: add "
-            "nodes with `ray start --address`, or lower nnodes, n_gpus_per_node or num_threads"
-        )
+    return next(name for name, addresses in interfaces if any(each.address == address for each in addresses))

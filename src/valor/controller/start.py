@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from valor.controller.group import Call, Feed, Pools, Sink, WorkerGroup
+from valor.controller.group import Arguments, Feed, Pools, Sink, WorkerGroup
 from valor.controller.placement import Placement, ResourcePool
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -19,12 +19,12 @@ class LocalGroup(WorkerGroup):
         self._host.build(specs)
 
     def run(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
         ((args, kwargs),) = calls
-        ways = {} if sink is None else {"sink": sink}
-        ways |= {} if feed is None else {"feed": partial(feed, 0)}
-        return [self._host.call(role, method, *args, **kwargs, **ways)]
+        channels: dict[str, Any] = {} if sink is None else {"sink": sink}
+        channels |= {} if feed is None else {"feed": partial(feed, 0)}
+        return [self._host.call(role, method, *args, **kwargs, **channels)]
 
     def close(self) -> None:
         self._host.close()
@@ -49,8 +49,8 @@ def start_pools(placement: Placement, specs: dict[str, RoleSpec], ray_init: dict
         settings["min_cpus"] = sum(pool.world_size * pool.num_threads for pool in placement.pools.values())
     try:
         for name, pool in placement.pools.items():
-            own = {role: spec for role, spec in specs.items() if placement.pool_of(role) == name}
-            groups[name] = start_group(pool, own, controller=placement.controller, ray_init=settings)
+            roles = {role: spec for role, spec in specs.items() if placement.pool_of(role) == name}
+            groups[name] = start_group(pool, roles, controller=placement.controller, ray_init=settings)
     except BaseException:
         Pools(placement, groups).close()
         raise

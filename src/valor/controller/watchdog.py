@@ -3,7 +3,6 @@
 Run as a script it is the watching process, which needs the standard library alone.
 """
 
-import logging
 import os
 import secrets
 import signal
@@ -11,20 +10,20 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import Any
 
 _NAME = "VALOR_STARTED_BY"
 _SECONDS, _PAUSE = 10.0, 0.1
 
 
 class Watchdog:
-    """What has `mark` in its environment, and all that it starts, is killed at `close`, or when this process ends.
+    """Processes with `mark` in their environment, and all that these start, are killed at `close`, or when this process
+    ends.
 
     Works on Linux; elsewhere nothing is watched.
     """
 
     def __init__(self) -> None:
-        self.mark = {_NAME: f"{os.environ.get(_NAME, '')}/{secrets.token_hex(8)}"}  # the outer one's reaches in too
+        self.mark = {_NAME: f"{os.environ.get(_NAME, '')}/{secrets.token_hex(8)}"}  # an outer run's first
         self._process: subprocess.Popen[bytes] | None = None
         if sys.platform == "linux":
             self._process = subprocess.Popen(
@@ -41,44 +40,8 @@ class Watchdog:
             self._process.communicate()
 
 
-def keeps_memory(device: str) -> dict[str, str]:
-    """The environment in which Ray's processes keep freed memory on CPUs: calls run in a thread, for which only the
-    first of glibc's arenas keeps all of it. What the user has set stands."""
-    return {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")} if device == "cpu" else {}
-
-
-def start_ray(device: str, **settings: Any) -> Watchdog:
-    """ray.init, whose processes end with this one, for roles on CPUs ("cpu") or GPUs. SIGTERM stays whose it was: Ray
-    would end this process at once.
-
-    TrainingStopped when the machine has so much to do that Ray does not get up.
-    """
-    import ray
-
-    from valor.errors import TrainingStopped
-
-    watchdog, on_sigterm = Watchdog(), signal.getsignal(signal.SIGTERM)
-    inner = watchdog.mark | keeps_memory(device)
-    outer = {name: os.environ[name] for name in inner if name in os.environ}
-    os.environ |= inner
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
-    except BaseException as error:
-        watchdog.close()
-        if "timed out during startup" in str(error):
-            raise TrainingStopped("Ray did not start in time: the machine has too much to do; run it again") from None
-        raise
-    finally:
-        for name in inner:
-            del os.environ[name]
-        os.environ |= outer
-        with suppress(ValueError):  # not in the main thread, where nobody changes it
-            signal.signal(signal.SIGTERM, on_sigterm)
-    return watchdog
-
-
 def _watch(mark: str) -> None:
-    """Wait until nobody holds the other end of stdin, then kill until nothing is left."""
+    """Wait until the other end of stdin is closed, then kill until nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.read(0, 1)
@@ -89,15 +52,15 @@ def _watch(mark: str) -> None:
 
 def _kill(variable: bytes) -> bool:
     """Whether there was anything to kill."""
-    found = False
+    killed = False
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or is another user's
             with open(f"/proc/{pid}/environ", "rb") as file:
-                marked = any(one.startswith(variable) for one in file.read().split(b"\0"))
+                marked = any(line.startswith(variable) for line in file.read().split(b"\0"))
             if marked and int(pid) != os.getpid():
                 os.kill(int(pid), signal.SIGKILL)
-                found = True
-    return found
+                killed = True
+    return killed
 
 
 if __name__ == "__main__":

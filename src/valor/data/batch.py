@@ -1,8 +1,8 @@
-"""The one thing that travels between roles: named per-sample tensors and objects, plus metadata of the whole.
+"""The data passed between roles: named per-sample tensors and objects, plus metadata of the whole batch.
 
 Shapes: B samples. Every tensor's first dimension is B; every object list has B entries. Ragged token fields are
 right-padded with zeros and `concat` widens them, so any batch size can be split over any number of workers and put
-together in any order. A tensor may lie elsewhere (`valor.data.stored`): it is read when it is taken out of the batch.
+together in any order. A tensor may be stored elsewhere (`valor.data.stored`): it is read when it is taken out.
 """
 
 from __future__ import annotations
@@ -56,10 +56,6 @@ class Batch:
             raise ValueError(f"column '{name}' has {len(value)} rows, the batch has {len(self)}")
         self.tensors[name] = value
 
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.raw.items())
-        return f"Batch({len(self)} samples; {shapes}; objects {list(self.objects)}; meta {self.meta})"
-
     def select(self, names: Iterable[str]) -> Batch:
         """The named columns only (tensors or objects), same rows, same meta."""
         names = list(names)
@@ -93,13 +89,13 @@ class Batch:
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[Batch]:
         """One batch per list of row indices; lists may differ in length and may be empty."""
-        whole, sizes = self.take([row for part in parts for row in part]), [len(part) for part in parts]
+        rows, sizes = self.take([row for part in parts for row in part]), [len(part) for part in parts]
         ends = [*accumulate(sizes)]
-        tensors = {k: v.split(sizes) for k, v in whole.tensors.raw.items()}
+        tensors = {k: v.split(sizes) for k, v in rows.tensors.raw.items()}
         return [
             Batch(
                 {k: v[i] for k, v in tensors.items()},
-                {k: v[end - size : end] for k, v in whole.objects.items()},
+                {k: v[end - size : end] for k, v in rows.objects.items()},
                 self.meta,
             )
             for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
@@ -118,11 +114,11 @@ class Batch:
         full = [b for b in batches if len(b)] or list(batches[:1])
         if not full:
             return Batch()
-        columns = {frozenset((*b.tensors, *b.objects)) for b in full}
-        if len(columns) > 1:
-            raise ValueError(f"batches to concatenate have different columns: {[sorted(c) for c in columns]}")
+        names = {frozenset((*b.tensors, *b.objects)) for b in full}
+        if len(names) > 1:
+            raise ValueError(f"batches to concatenate have different columns: {[sorted(n) for n in names]}")
         raw = [b.tensors.raw for b in full]
-        tensors = {k: _concat_padded([one[k] for one in raw]) for k in full[0].tensors}
+        tensors = {k: _concat_padded([columns[k] for columns in raw]) for k in full[0].tensors}
         objects = {k: [x for b in full for x in b.objects[k]] for k in full[0].objects}
         meta: dict[str, Any] = {}
         for b in batches:
@@ -159,11 +155,9 @@ def _concat_padded(parts: list[Column]) -> Column:
 
 
 class Episodes:
-    """Rows of one episode as one sequence, for all on the driver that counts episodes or follows one in time.
+    """A batch by episodes: neighbouring rows with the same number in `episode` [R]; without that column, each row.
 
-    Which rows are one episode: neighbours with the same number in `episode` [R]; without it, each row.
-
-    rows: row numbers of each episode, in order.
+    rows: row numbers of each episode, in order. forked: some episode has several rows.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -174,7 +168,7 @@ class Episodes:
         ]
         self.forked = len(self.rows) < len(batch)
         self._batch = batch
-        self._place = torch.arange(len(batch)) - (counts.cumsum(0) - counts)[self._index]  # of a row in its episode
+        self._position = torch.arange(len(batch)) - (counts.cumsum(0) - counts)[self._index]  # of a row in its episode
         self._most = max(map(len, self.rows), default=0)
 
     def sums(self, column: Tensor) -> Tensor:
@@ -195,16 +189,16 @@ class Episodes:
         return drawn
 
     def join(self, column: Tensor) -> Tensor:
-        """[R, T] as [E, K T] for at most K rows an episode: one row behind the other, 0 where there is none."""
+        """[R, T] as [E, K T] for at most K rows an episode, concatenated; 0 where there is none."""
         if not self.forked:
             return column
         out = column.new_zeros(len(self.rows), self._most, column.shape[1])
-        out[self._index, self._place] = column
+        out[self._index, self._position] = column
         return out.flatten(1)
 
     def part(self, joined: Tensor) -> Tensor:
         """[R, T] from [E, K T]: `join` undone."""
-        return joined.unflatten(1, (self._most, -1))[self._index, self._place] if self.forked else joined
+        return joined.unflatten(1, (self._most, -1))[self._index, self._position] if self.forked else joined
 
     def joined(self) -> Batch:
         """E episodes as rows: columns [R, T] by `join`, `response_lengths` added up, prompts of the first row, all else
@@ -221,11 +215,3 @@ class Episodes:
             if name not in columns and column.shape == shape:
                 columns[name] = self.join(batch[name])
         return last.union(Batch(columns))
-
-    def split(self, joined: Batch) -> Batch:
-        """The rows with what `joined` has gained: [E, K T] by `part`, [E] at each of the episode's rows."""
-        if not self.forked:
-            return joined
-        gained = {name: joined[name] for name in joined.tensors if name not in self._batch}
-        columns = {name: self.part(x) if x.ndim == 2 else self.spread(x) for name, x in gained.items()}
-        return self._batch.union(Batch(columns))

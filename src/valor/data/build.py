@@ -8,29 +8,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from valor.data.files import SUFFIXES, existing_file, parse_row, read_records, same_text, write_parquet
 from valor.data.messages import Messages
-from valor.data.recipes.records import QUESTION, Pair, Recipe, Record
+from valor.data.recipes import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
 from valor.errors import UserError
 from valor.hub import hub_answers
 
 Row = dict[str, Any]
+Records = list[tuple[str, Record]]  # each with its file and line for error messages
 
 SPLITS = ("train", "test")
 _KINDS = (*SUFFIXES, ".csv")
 _HOLD_OUT_STREAM, _LIMIT_STREAM = 3, 4  # second words of random keys
-_NUM_TRAIN, _NUM_TEST = 10_000, 500  # puzzles, unless other numbers are asked for
-_PATIENCE = 1000  # puzzles in a row that were there already, before a generator counts as exhausted
-
-
-class Source(NamedTuple):
-    """Records of one place, each with the words that name its row; the data source where the place has its own."""
-
-    records: Iterable[tuple[str, Record]]
-    data_source: str | None = None
+_NUM_TRAIN, _NUM_TEST = 10_000, 500  # puzzles, by default
+_PATIENCE = 1000  # repeated puzzles in a row after which a generator counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,8 @@ class Request:
 
     `local`: files and folders instead of the hub. `splits` empty: all that it has. `limit`: rows a split, drawn by
     `seed`; of a generator, training rows to make. `test_size`: rows of a test split that is held out of train, for data
-    that has none. `template` takes the place of the recipe's, in ready-made messages too. `system`: a message before
-    prompts that have none. `form` turns pairs into RL `prompts` or `sft` conversations. `options` are a generator's
-    settings. `data_source`: another one than the data's own.
+    that has none. `template` replaces the recipe's, in ready-made messages too. `form` turns pairs into RL `prompts` or
+    `sft` conversations. `options` are a generator's settings. `data_source` replaces the data's own.
     """
 
     recipe: Recipe
@@ -51,7 +44,6 @@ class Request:
     test_size: int | None = None
     seed: int = 0
     template: str | None = None
-    system: str | None = None
     form: str = "pairs"
     drop_duplicates: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -64,109 +56,91 @@ def prepare(request: Request, out: Path) -> list[str]:
     if request.recipe.generate is not None and not request.local:
         splits = _generated(request, notes)
     else:
-        splits = _read(request, notes)
-        splits = _held_out(request, splits)
+        records, splits = _sources(request), {}
+        for split in sorted(records):  # test before train, so that train can be compared with it
+            splits[split] = _rows(request, split, records[split], splits.get("test", ()), notes)
+        splits = _held_out(request, {split: splits[split] for split in records})
         if request.limit == 0:
             raise UserError("--limit 0 leaves no rows to write")
-        if request.limit is not None:
-            for split, rows in splits.items():
-                splits[split] = [rows[i] for i in subset(len(rows), request.limit, request.seed, _LIMIT_STREAM)]
+        for split, rows in splits.items():
+            drawn = subset(len(rows), request.limit or 0, request.seed, _LIMIT_STREAM)
+            splits[split] = [rows[i] for i in drawn]
     files = {out.expanduser() / f"{split}.parquet": _finished(rows, split, request) for split, rows in splits.items()}
     write_parquet(files)
     return [*(f"{path}: {len(rows)} rows" for path, rows in files.items()), *notes]
 
 
-def _sources(request: Request) -> dict[str, list[Source]]:
-    recipe = request.recipe
-    named = {split for split, _ in map(split_and_path, request.local)}
+def _sources(request: Request) -> dict[str, Records]:
+    recipe, local = request.recipe, [_split_and_path(text) for text in request.local]
+    named = {split for split, _ in local}
     splits = tuple(request.splits) or tuple(recipe.hub) or tuple(s for s in SPLITS if s in named) or SPLITS[:1]
     if recipe.hub and (unknown := [split for split in splits if split not in recipe.hub]):
         raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.hub)}")
-    if request.local:
-        return from_local(recipe, splits, request.local)
+    if local:
+        return _from_local(recipe, splits, local)
     if not recipe.hub:
         raise UserError(f"{recipe.name} reads your own files: give them with --local PATH …")
-    return {split: from_hub(recipe, split) for split in splits}
+    return {split: _from_hub(recipe, split) for split in splits}
 
 
-def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
-    sources = _sources(request)
-    drop = request.drop_duplicates or request.recipe.one_each
-    splits: dict[str, list[Row]] = {}
-    for split in sorted(sources):  # test before train, so that train can be compared with it
-        rows = (row for source in sources[split] for row in _rows(request, split, source, notes))
-        in_test = {_identity(row) for row in splits.get("test", ())}
-        splits[split] = list(_without_duplicates(rows, split, in_test, drop, notes))
-    return {split: splits[split] for split in sources}
-
-
-def _without_duplicates(
-    rows: Iterable[Row], split: str, in_test: set[str], drop: bool, notes: list[str]
-) -> Iterable[Row]:
-    """Note how many prompts occur again, and how many are in test as well; with `drop`, leave both out."""
-    seen: set[str] = set()
-    repeated = leaked = 0
-    for row in rows:
-        key = _identity(row)
-        repeated, leaked = repeated + (key in seen), leaked + (key in in_test)
-        if not drop or (key not in seen and key not in in_test):
-            yield row
-        seen.add(key)
-    done = "left out" if drop else "kept (--drop-duplicates leaves them out)"
-    notes += [f"{split}: {repeated} rows repeat another row's prompt, {done}"] if repeated else []
-    notes += [f"{split}: {leaked} rows have a prompt that is in test, {done}"] if leaked else []
-
-
-def _rows(request: Request, split: str, source: Source, notes: list[str]) -> Iterable[Row]:
-    recipe, left_out = request.recipe, 0
-    for where, record in source.records:
+def _rows(request: Request, split: str, records: Records, test: Iterable[Row], notes: list[str]) -> list[Row]:
+    """The split's rows; notes say how many records were unusable, repeated, or are in `test` as well."""
+    recipe, rows, seen, in_test = request.recipe, [], set[str](), {_identity(row) for row in test}
+    drop = request.drop_duplicates or recipe.one_each
+    unusable = repeated = leaked = 0
+    for where, record in records:
         try:
-            row = _row(request, record, source.data_source)
+            row = _row(request, record)
             if row is not None and not recipe.pairs:
                 parse_row(row, where)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{where}: {error}") from None
         if row is None:
-            left_out += 1
-        else:
-            yield row
-    if left_out:
-        notes.append(f"{split}: {left_out} records without a usable answer were left out")
+            unusable += 1
+            continue
+        identity = _identity(row)
+        repeated, leaked = repeated + (identity in seen), leaked + (identity in in_test)
+        if not drop or identity not in seen | in_test:
+            rows.append(row)
+        seen.add(identity)
+    done = "left out" if drop else "kept (--drop-duplicates leaves them out)"
+    counts = {
+        f"{unusable} records without a usable answer were left out": unusable,
+        f"{repeated} rows repeat another row's prompt, {done}": repeated,
+        f"{leaked} rows have a prompt that is in test, {done}": leaked,
+    }
+    notes += [f"{split}: {note}" for note, count in counts.items() if count]
+    return rows
 
 
-def _row(request: Request, record: Record, place: str | None = None) -> Row | None:
-    """The row that a record makes; `place` is the data source of the place where it was found."""
+def _row(request: Request, record: Record) -> Row | None:
     recipe = request.recipe
-    made = recipe.convert(record)
-    if made is None:
+    example = recipe.convert(record)
+    if example is None:
         return None
-    if isinstance(made, Pair):
-        return {**made._asdict(), "prompt": _messages(request, made.prompt)}
-    source, truth = request.data_source or made.data_source or place or recipe.data_source, made.ground_truth
-    extra = dict(made.extra)
+    if isinstance(example, Pair):
+        return {**example._asdict(), "prompt": _messages(request, example.prompt)}
+    source, truth, extra = request.data_source or example.data_source or recipe.data_source, example.ground_truth, {}
     if recipe.tool:
-        asked = {"ground_truth": truth, "question": extra.get("question"), "data_source": source}
-        extra |= {"need_tools_kwargs": True, "tools_kwargs": {recipe.tool: {"create_kwargs": asked}}}
+        call = {"ground_truth": truth, "question": example.extra.get("question"), "data_source": source}
+        extra = {"need_tools_kwargs": True, "tools_kwargs": {recipe.tool: {"create_kwargs": call}}}
     return {
         "data_source": source,
-        "prompt": _messages(request, made.question),
+        "prompt": _messages(request, example.question),
         "ability": recipe.ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": extra,
+        "extra_info": {**example.extra, **extra},
     }
 
 
 def _messages(request: Request, question: str | Messages) -> list[Row]:
     if isinstance(question, str):
         template = request.recipe.template if request.template is None else request.template
-        messages = [{"role": "user", "content": template.replace(QUESTION, question)}]
-    else:
-        messages = [{key: found for key, found in message.items() if found is not None} for message in question]
-        last = messages[-1] if messages else {}
-        if request.template is not None and last.get("role") == "user":
-            last["content"] = request.template.replace(QUESTION, str(last["content"]))
-    has_system = bool(messages) and messages[0].get("role") == "system"
-    return messages if has_system or not request.system else [{"role": "system", "content": request.system}, *messages]
+        return [{"role": "user", "content": template.replace(QUESTION, question)}]
+    messages = [{key: entry for key, entry in message.items() if entry is not None} for message in question]
+    if request.template is not None and messages and messages[-1].get("role") == "user":
+        messages[-1]["content"] = request.template.replace(QUESTION, str(messages[-1]["content"]))
+    return messages
 
 
 def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
@@ -175,24 +149,24 @@ def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     assert recipe.generate is not None
     num_test = _NUM_TEST if request.test_size is None else request.test_size
     num_train = _NUM_TRAIN if request.limit is None else request.limit
-    found: dict[str, Row] = {}
+    by_text: dict[str, Row] = {}
     repeats = 0
     try:
         for record in recipe.generate(request.seed, **request.options):
-            row, known = _row(request, record), len(found)
+            row, before = _row(request, record), len(by_text)
             assert row is not None, "a generator makes no puzzle without an answer"
-            found.setdefault(same_text(row["prompt"]), row)
-            repeats = repeats + 1 if len(found) == known else 0
-            if len(found) >= num_test + num_train or repeats > _PATIENCE:
+            by_text.setdefault(same_text(row["prompt"]), row)
+            repeats = repeats + 1 if len(by_text) == before else 0
+            if len(by_text) >= num_test + num_train or repeats > _PATIENCE:
                 break
     except (TypeError, ValueError) as error:
         raise UserError(f"{recipe.name}: {error}") from None
-    rows = list(found.values())
+    rows = list(by_text.values())
     if len(rows) < num_test + num_train:
         notes.append(f"there are only {len(rows)} different ones")
-    made = {"train": rows[num_test:]} if num_train else {}
-    made |= {"test": rows[:num_test]} if num_test else {}
-    return {split: made.get(split, []) for split in request.splits or made}
+    splits = {"train": rows[num_test:]} if num_train else {}
+    splits |= {"test": rows[:num_test]} if num_test else {}
+    return {split: splits.get(split, []) for split in request.splits or splits}
 
 
 def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[Row]]:
@@ -213,76 +187,62 @@ def _identity(row: Row) -> str:
 
 def _finished(rows: list[Row], split: str, request: Request) -> list[Row]:
     recipe = request.recipe
-    if not recipe.pairs:
-        return [{**row, "extra_info": {"split": split, "index": i, **row["extra_info"]}} for i, row in enumerate(rows)]
-    if request.form == "sft":
+    if recipe.pairs and request.form == "pairs":
+        return rows
+    if recipe.pairs and request.form == "sft":
         return [{"messages": [*row["prompt"], {"role": "assistant", "content": row["chosen"]}]} for row in rows]
-    if request.form == "prompts":
-        return [
-            {
-                "data_source": request.data_source or recipe.data_source,
-                "prompt": row["prompt"],
-                "ability": recipe.ability,
-                "reward_model": {"style": "model", "ground_truth": row["chosen"]},
-                "extra_info": {"split": split, "index": i},
-            }
-            for i, row in enumerate(rows)
-        ]
-    return rows
+    if recipe.pairs:
+        common = {"data_source": request.data_source or recipe.data_source, "ability": recipe.ability, "extra_info": {}}
+        truths = [{"style": "model", "ground_truth": row["chosen"]} for row in rows]
+        rows = [{**common, "prompt": row["prompt"], "reward_model": t} for row, t in zip(rows, truths, strict=True)]
+    return [{**row, "extra_info": {"split": split, "index": i, **row["extra_info"]}} for i, row in enumerate(rows)]
 
 
-def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Source]:
-    """The split's records from the hub (or its cache on this machine), or from a clone of its repository.
-
-    Raises UserError when they are out of reach.
-    """
+def _from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> Records:
+    """The split's records from the hub (or its cache on this machine), or from a clone of its repository."""
     if clone is None:
         hub_answers()  # before `datasets` asks whether it is offline
     from datasets import load_dataset
     from huggingface_hub.utils import logging as hub_logging
 
     hub_logging.set_verbosity_error()  # without a network it would announce each of its retries
-    sources = []
-    for place in recipe.hub[split]:
-        path = place.path if clone is None else str(clone)
+    records: Records = []
+    for hub in recipe.hub[split]:
+        path = hub.path if clone is None else str(clone)
         try:
-            rows = load_dataset(path, place.config, split=place.split)
+            rows = load_dataset(path, hub.config, split=hub.split)
         except Exception as error:  # whatever network, proxy, cache and hub errors there are
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(
                 f"{path} cannot be loaded ({reason}); without a network, give the files: --local PATH (the same as "
                 f"--local_dataset_path), {split}=FILE or a folder with {recipe.name}_{split}.jsonl"
             ) from None
-        where = f"{path} {place.split}"
-        sources.append(Source(((f"{where}, row {i}", dict(row)) for i, row in enumerate(rows)), place.data_source))
-    return sources
+        source = {"data_source": hub.data_source} if hub.data_source else {}
+        records += [(f"{path} {hub.split}, row {i}", dict(row) | source) for i, row in enumerate(rows)]
+    return records
 
 
-def from_local(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> dict[str, list[Source]]:
-    """The records of each split in `given`: SPLIT=FILE, a FILE of the only split, a folder with NAME_SPLIT.jsonl (or
-    another kind of file, with or without NAME), or a clone of the hub's repository.
-
-    Raises UserError when a file's split is unknown or a split has no file.
-    """
-    found: dict[str, list[Source]] = {split: [] for split in splits}
-    for named, path in map(split_and_path, given):
+def _from_local(recipe: Recipe, splits: Sequence[str], local: list[tuple[str | None, Path]]) -> dict[str, Records]:
+    """The records of each split: of SPLIT=FILE, a FILE of the only split, a folder with NAME_SPLIT.jsonl (or another
+    kind of file, with or without NAME), or a clone of the hub's repository. UserError: a split has no file, or a file
+    no split."""
+    records: dict[str, Records] = {split: [] for split in splits}
+    for split, path in local:
         if path.is_dir():
-            files = {split: _files_of(recipe, split, path) for split in ([named] if named else splits)}
-            for split, inside in files.items():
-                found[split] += [Source(_file_records(file)) for file in inside]
-                found[split] += [] if any(files.values()) or not recipe.hub else from_hub(recipe, split, path)
-            continue
-        if named is None and len(splits) > 1:
+            files = {name: _files_of(recipe, name, path) for name in ([split] if split else splits)}
+            for name, inside in files.items():
+                records[name] += [record for file in inside for record in _file_records(file)]
+                records[name] += [] if any(files.values()) or not recipe.hub else _from_hub(recipe, name, path)
+        elif split is None and len(splits) > 1:
             raise UserError(f"{path}: which split is it? say {' or '.join(f'{s}={path.name}' for s in splits)}")
-        split = named or splits[0]
-        if split in found:
-            found[split].append(Source(_file_records(path)))
+        elif (split or splits[0]) in records:
+            records[split or splits[0]] += _file_records(path)
     for split in splits:
-        if not found[split]:
-            rest = " ".join(one for one in splits if found[one])
+        if not records[split]:
+            rest = " ".join(other for other in splits if records[other])
             alone = f", or take the rest alone with --split {rest}" if rest else ""
-            raise UserError(f"{', '.join(given)}: no file for the {split} split; give it as {split}=FILE{alone}")
-    return found
+            raise UserError(f"--local: no file for the {split} split; give it as {split}=FILE{alone}")
+    return records
 
 
 def _files_of(recipe: Recipe, split: str, folder: Path) -> list[Path]:
@@ -292,19 +252,17 @@ def _files_of(recipe: Recipe, split: str, folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if re.fullmatch(f"({stem})({kinds})", file.name))
 
 
-def split_and_path(given: str) -> tuple[str | None, Path]:
-    """`train=FILE` as split and path; other texts are a path of no given split."""
-    split, mark, path = given.partition("=")
-    is_named = bool(mark) and split in SPLITS
-    return split if is_named else None, Path(path if is_named else given).expanduser()
+def _split_and_path(text: str) -> tuple[str | None, Path]:
+    """`train=FILE` as split and path; other texts are a path without a split."""
+    split, mark, path = text.partition("=")
+    return (split, Path(path).expanduser()) if mark and split in SPLITS else (None, Path(text).expanduser())
 
 
-def _file_records(file: Path) -> Iterable[tuple[str, Record]]:
+def _file_records(file: Path) -> Records:
     if existing_file(file, _KINDS).suffix != ".csv":
-        return read_records(file)
+        return list(read_records(file))
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
-            rows = list(csv.DictReader(stream))
+            return [(f"{file}, row {i}", row) for i, row in enumerate(csv.DictReader(stream))]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error})") from None
-    return [(f"{file}, row {i}", row) for i, row in enumerate(rows)]

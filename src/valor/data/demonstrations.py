@@ -42,11 +42,10 @@ class Demonstration:
 class DemonstrationDataset(Sequence[Demonstration]):
     """The training or validation chats that `data` asks for, in file order, tokenised when the object is made.
 
-    A chat is rendered whole and tokenised once; the mask is that of the characters which the assistant wrote. A turn
-    whose template renders the turns before it otherwise than they were written (drops their thoughts, say) begins a row
-    of its own; each turn is learnt once. Rows over `data.max_length` are cut (`truncation` left, right, middle) or a
-    UserError that names the first one; those left without a token to learn are dropped, with a warning. `fits` looks at
-    every row's tokens.
+    A chat is rendered as a whole and tokenised once; the mask covers the characters of the assistant. Where a template
+    renders earlier turns otherwise once more follows (drops their thoughts, say), a new row begins; each turn is learnt
+    once. Rows over `data.max_length` are cut (`truncation` left, right, middle) or a UserError that names the first;
+    rows without a token to learn are dropped, with a warning. `fits` checks every row's tokens.
     """
 
     def __init__(
@@ -65,27 +64,25 @@ class DemonstrationDataset(Sequence[Demonstration]):
         rows: list[tuple[str, tuple[str, Spans]]] = []
         parts, end = {"end"}, next(iter(end_tokens(tokenizer)), None)
         for where, record in (records[i] for i in numbers):
-            options = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
+            options = data.apply_chat_template_kwargs | row_options(record, where)
             chat, learnt = chat_of(record, where, data)
             parts |= parts_of([chat]) | ({"tools"} if "tools" in options else set())
-            made = _rows(tokenizer, chat, learnt, where, options)
-            rows += [(where, row) for row in made or [("", [])]]
+            rows += [(where, row) for row in _rows(tokenizer, chat, learnt, where, options) or [("", [])]]
         if split == "train":
             ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"])
         if len(rows) > len(numbers):
             logger.warning("%s: %d chats are %d rows (the template rewrites turns)", split, len(numbers), len(rows))
         self._rows: list[Demonstration] = []
-        owned = tokenized(tokenizer, (row for _, row in rows), len(rows), token_owners)
-        for (where, _), (ids, owners) in zip(rows, owned, strict=True):
+        encoded = tokenized(tokenizer, (row for _, row in rows), len(rows), token_owners)
+        for (where, _), (ids, owners) in zip(rows, encoded, strict=True):
             for sample in _sample(ids, owners, end, data, where):
                 fits(sample.tokens, where)
                 self._rows.append(sample)
-        dropped = len(rows) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
-        if dropped:
-            gone = "have no assistant token left and are dropped"
-            logger.warning("%s: %d of %d samples %s", split, dropped, len(rows), gone)
+        if dropped := len(rows) - len(self._rows):
+            message = "%s: %d of %d samples have no assistant token left and are dropped"
+            logger.warning(message, split, dropped, len(rows))
 
     @property
     def lengths(self) -> list[int]:
@@ -109,7 +106,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
 
 def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], set[int]]:
     """The row's messages, from its messages column or its prompt and response; and which of them are to be learnt."""
-    begun = 0  # messages of a prompt, of which none is learnt
+    prompt: list[dict[str, Any]] = []  # of which none is learnt
     if data.messages_key in record:
         chat = parse_messages(record[data.messages_key], where, data.messages_key)
     elif data.prompt_key in record and data.response_key in record:
@@ -117,23 +114,21 @@ def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple
         if not isinstance(response, str):
             raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")
         prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user")
-        chat, begun = [*prompt, {"role": "assistant", "content": response}], len(prompt)
+        chat = [*prompt, {"role": "assistant", "content": response}]
     else:
         raise UserError(
             f"{where}: needs a column '{data.messages_key}', or '{data.prompt_key}' and '{data.response_key}' "
             f"(it has {', '.join(record)}): rename it, or set data.messages_key, data.prompt_key, data.response_key"
         )
-    if all(m["role"] != "assistant" for m in chat):
-        raise UserError(f"{where}: a demonstration needs an assistant message, and something before the first one")
     flags = [_is_learnt(message, f"{where}: message {i}") for i, message in enumerate(chat)]
-    learnt = {i for i, flag in enumerate(flags) if flag and i >= begun and chat[i]["role"] == "assistant"}
-    if 0 in learnt:
+    learnt = {i for i, flag in enumerate(flags) if flag and i >= len(prompt) and chat[i]["role"] == "assistant"}
+    if 0 in learnt or all(message["role"] != "assistant" for message in chat):
         raise UserError(f"{where}: a demonstration needs an assistant message, and something before the first one")
     return chat, learnt
 
 
 def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
-    """What a message's own flags say. UserError: one that says neither 0 nor 1, or whose name is not known here."""
+    """Whether a message's flags let it be learnt. UserError: a flag is neither 0 nor 1, or of an unknown name."""
     flags = {key: message[key] for key in _FLAGS if key in message}
     for key, value in message.items():
         if key in flags and value not in (0, 1):
@@ -177,22 +172,22 @@ def _sample(
     tokens: list[int], owners: list[int], end: int | None, data: SFTDataConfig, where: str
 ) -> list[Demonstration]:
     """One tokenised row: at most `data.max_length` tokens, ending with a learnt one; none if no such token is left.
-    What a template puts after the end token of a turn was not the assistant's."""
+    What a template puts after the end token of a turn is not learnt."""
     ended = {owner: i for i, (token, owner) in enumerate(zip(tokens, owners, strict=True)) if token == end}
     written = [owner >= 0 and i <= ended.get(owner, i) for i, owner in enumerate(owners)]
-    kept = list(range(len(tokens)))
-    if len(kept) > data.max_length:
+    chosen = list(range(len(tokens)))
+    if len(chosen) > data.max_length:
         if data.truncation == "error":
             raise UserError(
-                f"{where}: the sample has {len(kept)} tokens, data.max_length is {data.max_length}: raise it, or set "
+                f"{where}: the sample has {len(chosen)} tokens, data.max_length is {data.max_length}: raise it, or set "
                 "data.truncation=left|right|middle (cut such samples)"
             )
-        kept = truncated(kept, data.max_length, data.truncation)
+        chosen = truncated(chosen, data.max_length, data.truncation)
     first = next((i for i, owner in enumerate(owners) if owner >= 0), len(owners))
-    prompt = max(1, sum(i < first for i in kept))  # the first token has nothing that could predict it
-    while len(kept) > prompt and not written[kept[-1]]:
-        kept.pop()
-    if not any(written[i] for i in kept[prompt:]):
+    prompt = max(1, sum(i < first for i in chosen))  # the first token has nothing that could predict it
+    while len(chosen) > prompt and not written[chosen[-1]]:
+        chosen.pop()
+    if not any(written[i] for i in chosen[prompt:]):
         return []
-    mask = [0] * prompt + [int(written[i]) for i in kept[prompt:]]
-    return [Demonstration(array("i", [tokens[i] for i in kept]), array("b", mask), prompt)]
+    mask = [0] * prompt + [int(written[i]) for i in chosen[prompt:]]
+    return [Demonstration(array("i", [tokens[i] for i in chosen]), array("b", mask), prompt)]

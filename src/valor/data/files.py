@@ -23,12 +23,12 @@ from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("extra_info", "agent_name", TEMPLATE_KWARGS)
+OPTIONAL_COLUMNS = ("extra_info", "agent_name", "tools", TEMPLATE_KWARGS)
 
 
 @dataclass(frozen=True)
 class DataRow:
-    """One checked row; `where` names its file and place for messages, `template` is what it gives the chat template."""
+    """One checked row; `where` is its file and line for messages, `template` its arguments of the chat template."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -46,33 +46,27 @@ class DataRow:
 
 
 def read_rows(
-    paths: str | Path | Sequence[str | Path],
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    tools_key: str | None = "tools",
+    paths: str | Path | Sequence[str | Path], prompt_key: str = "prompt", source_key: str = "data_source"
 ) -> list[DataRow]:
-    """All rows of one file or several, in order. The first bad row raises a UserError that names it.
+    """All rows of one file or several, in order, from the columns `data.prompt_key` and `data.reward_fn_key`.
 
-    `prompt_key`, `source_key` and `tools_key` name the columns that may be called otherwise (`data.prompt_key`,
-    `data.reward_fn_key`, `data.tools_key`).
+    UserError names the first bad row.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
     required = (prompt_key, source_key, "reward_model")
-    optional = (*OPTIONAL_COLUMNS, *([tools_key] if tools_key else ()))
-    records = (one for path in files for one in read_records(path, required, optional))
-    return [parse_row(record, where, prompt_key, source_key, tools_key) for where, record in records]
+    records = (record for path in files for record in read_records(path, required, OPTIONAL_COLUMNS))
+    return [parse_row(record, where, prompt_key, source_key) for where, record in records]
 
 
 def read_records(
     path: str | Path, required: Sequence[str] = (), optional: Sequence[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file's rows as plain dictionaries, each with the words that name its place. Values are not checked.
+    """The file's rows as dictionaries, each with its file and line, read one by one. Values are not checked.
 
-    Rows are read as they are asked for. Of a parquet file only the required and optional columns are read (`optional`
-    None: all). Raises UserError when the file is missing, empty, of an unknown kind, malformed, or lacks a required
-    column.
+    Of a parquet file only the required and optional columns are read (`optional` None: all). UserError: the file is
+    missing, empty, of an unknown kind, malformed, or lacks a required column.
     """
     file, where = existing_file(path), ""
     if file.name.endswith(".parquet"):
@@ -87,29 +81,24 @@ def read_records(
 
 
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
-    """The path with `~` expanded, once it is known to be a non-empty file of a kind that can be read."""
+    """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
-    if "://" in str(path):
-        raise UserError(f"{path}: only local files can be read; copy it to this machine and give its path")
-    if not file.exists():
-        raise UserError(f"{file}: no such file; check the path, or prepare it first (valor data prepare)")
-    if file.is_dir():
-        raise UserError(f"{file}: is a folder; give the file inside it, or a list of files")
-    if not file.name.endswith(tuple(kinds)):
-        raise UserError(f"{file}: unknown kind of file; use one of {', '.join(kinds)}")
-    if file.stat().st_size == 0:
-        raise UserError(f"{file}: the file is empty (0 bytes); prepare it again")
+    wrong = {
+        "only local files can be read; copy it to this machine and give its path": "://" in str(path),
+        "no such file; check the path, or prepare it first (valor data prepare)": not file.exists(),
+        "is a folder; give the file inside it, or a list of files": file.is_dir(),
+        f"unknown kind of file; use one of {', '.join(kinds)}": not file.name.endswith(tuple(kinds)),
+        "the file is empty (0 bytes); prepare it again": file.exists() and file.stat().st_size == 0,
+    }
+    if message := next((message for message, is_so in wrong.items() if is_so), None):
+        raise UserError(f"{path if '://' in str(path) else file}: {message}")
     return file
 
 
 def parse_row(
-    record: Mapping[str, Any],
-    where: str,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    tools_key: str | None = "tools",
+    record: Mapping[str, Any], where: str, prompt_key: str = "prompt", source_key: str = "data_source"
 ) -> DataRow:
-    """One record as a DataRow. Raises UserError that says which value has the wrong type and what it should be."""
+    """One record as a DataRow. UserError: a value has the wrong type, and what it should be."""
     source = record.get(source_key)
     if not isinstance(source, str):
         raise UserError(f"{where}: '{source_key}' must be text that names a grader, got {kind_of(source)}")
@@ -131,12 +120,12 @@ def parse_row(
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
-        template=row_options(record, where, tools_key),
+        template=row_options(record, where),
     )
 
 
 def same_text(messages: Messages) -> str:
-    """What two prompts that differ in capitals, white space and Unicode composition alone have in common."""
+    """A prompt's text without differences in capitals, white space and Unicode composition."""
     text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
@@ -144,21 +133,20 @@ def same_text(messages: Messages) -> str:
 def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
     """Write records of any columns as parquet files; none appears under its name before all are written.
 
-    Raises UserError when a file would have no rows, or a column mixes types.
+    UserError: a file would have no rows, or a column mixes types.
     """
-    made = {(target := path.expanduser()): _table(target, rows) for path, rows in files.items()}
-    asides = {target: target.with_name(target.name + ".partial") for target in made}
+    tables = {(target := path.expanduser()): _table(target, rows) for path, rows in files.items()}
     try:
-        for target, table in made.items():
+        for target, table in tables.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, asides[target])
-        for target, aside in asides.items():
-            os.replace(aside, target)
+            pq.write_table(table, f"{target}.partial")
+        for target in tables:
+            os.replace(f"{target}.partial", target)
     except pa.ArrowException as error:  # an empty dictionary, for example
-        raise UserError(f"{next(iter(made))}: parquet cannot hold a column ({error})") from None
+        raise UserError(f"{next(iter(tables))}: parquet cannot hold a column ({error})") from None
     finally:
-        for aside in asides.values():
-            aside.unlink(missing_ok=True)
+        for target in tables:
+            Path(f"{target}.partial").unlink(missing_ok=True)
 
 
 def _table(target: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -178,8 +166,8 @@ def _parquet_records(
         with pq.ParquetFile(file) as parquet:
             names = parquet.schema_arrow.names
             _require_columns(str(file), names, required)
-            wanted = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
-            batches = parquet.iter_batches(columns=wanted)
+            columns = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
+            batches = parquet.iter_batches(columns=columns)
             yield from ((f"{file}, row {i}", drop_nulls(row)) for i, row in enumerate(_rows_of(batches, str(file))))
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -196,8 +184,8 @@ def _rows_of(batches: Iterable[pa.RecordBatch], where: str) -> Iterator[dict[str
                 try:
                     batch[name][i].as_py()
                 except UnicodeDecodeError as error:
-                    text = f"{where}, row {first + i}: '{name}' has bytes that are no text ({error}): repair the row"
-                    raise UserError(text) from None
+                    message = f"{where}, row {first + i}: '{name}' has bytes that are no text ({error}): repair the row"
+                    raise UserError(message) from None
         first += len(batch)
 
 
@@ -205,7 +193,15 @@ def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, di
     opener = gzip.open if file.name.endswith(".gz") else open
     try:
         with opener(file, "rt", encoding="utf-8", errors="surrogatepass") as stream:  # check_text names the row
-            values = _json_lines(file, stream) if ".jsonl" in file.name else _json_list(file, stream.read())
+            if ".jsonl" in file.name:
+                lines = ((f"{file}, line {i}", line) for i, line in enumerate(stream, start=1) if line.strip())
+                advice = "every line must be one JSON object"
+                values = ((where, _parse_json(line, where, advice)) for where, line in lines)
+            else:
+                rows = _parse_json(stream.read(), str(file), "for one object a line, name the file .jsonl")
+                if not isinstance(rows, list):
+                    raise UserError(f"{file}: must hold a list of rows, got {kind_of(rows)}")
+                values = ((f"{file}, row {i}", row) for i, row in enumerate(rows))
             for where, value in values:
                 if not isinstance(value, dict):
                     raise UserError(f"{where}: a row must be a JSON object, got {kind_of(value)}")
@@ -213,20 +209,6 @@ def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, di
                 yield where, value
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again") from None
-
-
-def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            yield where, _parse_json(line, where, "every line must be one JSON object")
-
-
-def _json_list(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    records = _parse_json(text, str(file), "for one object a line, name the file .jsonl")
-    if not isinstance(records, list):
-        raise UserError(f"{file}: must hold a list of rows, got {kind_of(records)}")
-    yield from ((f"{file}, row {i}", record) for i, record in enumerate(records))
 
 
 def _parse_json(text: str, where: str, advice: str) -> Any:

@@ -1,4 +1,4 @@
-"""Chats as rows of all runs have them: messages with tool calls, and what else their row gives the chat template."""
+"""Chats in rows of all runs: messages with tool calls, and a row's arguments of the chat template."""
 
 import json
 import re
@@ -45,14 +45,14 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
     return messages
 
 
-def row_options(record: Mapping[str, Any], where: str, tools_key: str | None) -> dict[str, Any]:
-    """What a row itself gives the chat template: `tools`, and the entries of its column `chat_template_kwargs`.
+def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row's arguments of the chat template: its column `tools`, and the entries of `chat_template_kwargs`.
 
     Each may be JSON text. UserError: no list of schemas, or no dictionary.
     """
-    tools = _from_json(record.get(tools_key), where, tools_key) or [] if tools_key else []
+    tools = _from_json(record.get("tools"), where, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(f"{where}: '{tools_key}' must be a list of function schemas, or such a list as JSON")
+        raise UserError(f"{where}: 'tools' must be a list of function schemas, or such a list as JSON")
     kwargs = _from_json(record.get(TEMPLATE_KWARGS), where, TEMPLATE_KWARGS) or {}
     if not isinstance(kwargs, Mapping):
         raise UserError(f"{where}: '{TEMPLATE_KWARGS}' must be a dictionary, got {kind_of(kwargs)}")
@@ -70,8 +70,8 @@ def check_text(record: Mapping[str, Any], where: str) -> None:
 
 
 def drop_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of an Arrow table, without the nulls by which each dictionary in a list (messages, schemas) has the keys
-    of all, and which chat templates would render."""
+    """A record of an Arrow table without the nulls in lists of dictionaries (messages, schemas): each dictionary there
+    has the keys of all, and chat templates would render them."""
     return {name: _deep_without_nulls(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
@@ -81,7 +81,7 @@ def kind_of(value: Any) -> str:
 
 
 def _call(call: Any, where: str, name: str) -> Any:
-    """Nulls inside the arguments are the row's own, and stay."""
+    """A tool call; nulls inside its arguments stay."""
     if not isinstance(call, Mapping):
         return call
     call = _without_nulls(call)
@@ -92,7 +92,7 @@ def _call(call: Any, where: str, name: str) -> Any:
 
 
 def _from_json(value: Any, where: str, name: str) -> Any:
-    """What a text says as JSON; the text where it is none."""
+    """The value of JSON text; other values as they are."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:

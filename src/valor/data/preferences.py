@@ -4,6 +4,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,13 @@ from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.files import read_records
 from valor.data.messages import parse_messages, row_options
-from valor.data.prompts import Fits
-from valor.data.reward_texts import RewardTexts, text_rows
+from valor.data.prompts import Fits, tokenized
+from valor.data.reward_texts import Encoded, RewardTexts, text_rows
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
 from valor.errors import UserError
-from valor.tracking.progress import report_progress
 
 logger = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 256  # given to the tokenizer
 _HOLDOUT_STREAM = 4  # third word of a random key
 
 
@@ -49,26 +48,25 @@ class PreferenceDataset(Sequence[Preference]):
     def __init__(
         self, pairs: Sequence[Preference], texts: RewardTexts, margin: float, fits: Fits = lambda ids, where: None
     ) -> None:
+        def encode(_: Any, rows: Sequence[tuple[Preference, dict[str, Any]]]) -> list[Encoded]:
+            where = f"{rows[0][0].where} and following"
+            prompts, options = [pair.prompt for pair, _ in rows], [pair.template for pair, _ in rows]
+            return texts.encode(prompts, [answer for _, answer in rows], where, options)
+
+        rows = [(pair, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        encoded, num_cut = tokenized(texts.tokenizer, rows, len(rows), encode), 0
         self._pairs: list[Preference] = []
         self._ids: list[tuple[array[int], array[int]]] = []
-        num_cut = 0
-        for start in range(0, len(pairs), _ROWS_AT_ONCE):
-            part = pairs[start : start + _ROWS_AT_ONCE]
-            prompts, where = [pair.prompt for pair in part], f"{part[0].where} and following"
-            options = [pair.template for pair in part]
-            chosen = texts.encode(prompts, [pair.chosen for pair in part], where, options)
-            rejected = texts.encode(prompts, [pair.rejected for pair in part], where, options)
-            for pair, better, worse in zip(part, chosen, rejected, strict=True):
-                num_cut += better.is_cut + worse.is_cut
-                if better.ids != worse.ids:
-                    fits(better.ids, pair.where)
-                    fits(worse.ids, pair.where)
-                    self._pairs.append(pair)
-                    self._ids.append((array("i", better.ids), array("i", worse.ids)))
-            report_progress(start + len(part), len(pairs))
+        for pair, better, worse in zip(pairs, encoded, encoded, strict=True):  # two texts a pair
+            num_cut += better.is_cut + worse.is_cut
+            if better.ids != worse.ids:
+                fits(better.ids, pair.where)
+                fits(worse.ids, pair.where)
+                self._pairs.append(pair)
+                self._ids.append((array("i", better.ids), array("i", worse.ids)))
         if num_cut:
-            said = "%d of %d texts are longer than %d tokens and lost their beginning"
-            logger.warning(said, num_cut, 2 * len(pairs), texts.max_length)
+            message = "%d of %d texts are longer than %d tokens and lost their beginning"
+            logger.warning(message, num_cut, len(rows), texts.max_length)
         num_same = len(pairs) - len(self._pairs)
         if num_same == len(pairs):
             raise UserError(f"{pairs[0].where}: its two texts are the same tokens, as those of all other pairs are")
@@ -111,9 +109,8 @@ def load_preferences(
         [pairs[i] for i in subset(len(pairs), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)]
         for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
     )
-    margin = config.loss.margin
-    made = PreferenceDataset(train, texts, margin, fits)
-    return made, PreferenceDataset(val, texts, margin, fits) if val else None
+    make = partial(PreferenceDataset, texts=texts, margin=config.loss.margin, fits=fits)
+    return make(train), make(val) if val else None
 
 
 def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preference]:
@@ -154,7 +151,7 @@ def preference_metrics(
         "length/score_correlation": (np.r_[better, worse], np.r_[first, second]),
         "length/difference_correlation": (better - worse, first - second),
     }
-    return {name: float(found.mean()) for name, found in means.items() if len(found)} | {
+    return {name: float(values.mean()) for name, values in means.items() if len(values)} | {
         name: float(np.corrcoef(a, b)[0, 1])
         for name, (a, b) in correlations.items()
         if len(a) > 1 and a.std() > 0 and b.std() > 0
@@ -166,33 +163,27 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     prompt = record.get(data.prompt_key)
     if prompt is not None:
         prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")
-    chosen_chat, chosen = _response(record[data.chosen_key], where, data.chosen_key)
-    rejected_chat, rejected = _response(record[data.rejected_key], where, data.rejected_key)
-    question, other_question = chosen_chat or prompt, rejected_chat or prompt
-    if question is None or other_question is None:
+    answers, questions = [], []
+    for key in (data.chosen_key, data.rejected_key):
+        *before, answer = parse_messages(record[key], where, key, text_role="assistant")
+        if answer["role"] != "assistant":
+            raise UserError(f"{where}: '{key}' must end with an assistant message")
+        answers.append(answer)
+        questions.append(before or prompt)
+    if None in questions:
         raise UserError(
             f"{where}: there is no prompt: give a column '{data.prompt_key}' (or set data.prompt_key), or whole chats "
             f"in '{data.chosen_key}' and '{data.rejected_key}'"
         )
-    if question != other_question:
+    if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
-    margin = None
-    if data.margin_key is not None:
-        margin = record.get(data.margin_key)
-        if isinstance(margin, bool) or not isinstance(margin, int | float):
-            raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
-    source = record.get(data.source_key)
-    template = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
+    margin = record.get(data.margin_key) if data.margin_key is not None else None
+    if data.margin_key is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
+    source, (chosen, rejected) = record.get("source"), answers
     named = "unnamed" if source is None else str(source)
-    return Preference(where, question, chosen, rejected, named, margin, template)
-
-
-def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What comes before the response, if anything, and the response."""
-    chat = parse_messages(value, where, key, text_role="assistant")
-    if chat[-1]["role"] != "assistant":
-        raise UserError(f"{where}: '{key}' must end with an assistant message")
-    return chat[:-1], chat[-1]
+    template = data.apply_chat_template_kwargs | row_options(record, where)
+    return Preference(where, questions[0], chosen, rejected, named, margin, template)
 
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:
@@ -200,14 +191,14 @@ def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Pr
     source_of: dict[str, str] = {}
     for pair in pairs:
         source_of.setdefault(str(pair.prompt), pair.source)
-    held: set[str] = set()
-    for found in grouped(source_of, source_of.values()):
-        order = shuffled(len(found), seed, 0, _HOLDOUT_STREAM).tolist()
-        held |= {found[i] for i in order[: round(share * len(found))]}
-    kept = [pair for pair in pairs if str(pair.prompt) not in held]
-    if not kept or not held:
+    chosen: set[str] = set()
+    for prompts in grouped(source_of, source_of.values()):
+        order = shuffled(len(prompts), seed, 0, _HOLDOUT_STREAM).tolist()
+        chosen |= {prompts[i] for i in order[: round(share * len(prompts))]}
+    train, val = ([pair for pair in pairs if (str(pair.prompt) in chosen) is is_val] for is_val in (False, True))
+    if not train or not val:
         raise UserError(
             f"data.val_share={share:g} of {len(source_of)} prompts leaves no pair for "
-            f"{'training' if not kept else 'validation'}: set data.val_files, or data.val_share to another value"
+            f"{'validation' if train else 'training'}: set data.val_files, or data.val_share to another value"
         )
-    return kept, [pair for pair in pairs if str(pair.prompt) in held]
+    return train, val

@@ -3,17 +3,25 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
+import yaml
 
 from valor.arguments import PATH, command, option
-from valor.data.messages import Messages
-from valor.data.recipes.catalogue import PREFIX, RECIPES, find_recipe
-from valor.data.recipes.records import QUESTION, Example, Recipe, Record, conversation, number, value
+from valor.data.recipes import (
+    PREFIX,
+    QUESTION,
+    RECIPES,
+    Example,
+    Recipe,
+    Record,
+    conversation,
+    find_recipe,
+    number,
+    value,
+)
 from valor.errors import UserError
 
 _COLUMN_FLAGS = ("--prompt-column", "--answer-column", "--extra-columns")
@@ -38,7 +46,6 @@ _ROWS = click.IntRange(min=0)
 @option("--drop-duplicates", is_flag=True, help="Leave out repeated prompts, and train prompts that are in test.")
 @option("--data-source", help="Another name, and so another grader, than the data set's own.")
 @option("--template", help=f"The user's message, with {QUESTION} in it, instead of the data set's own.")
-@option("--system", help="A system message before every prompt that has none.")
 @option(
     "--as",
     "form",
@@ -52,20 +59,34 @@ _ROWS = click.IntRange(min=0)
 )
 @option("--answer-column", metavar="COLUMN", help="custom: the ground truth.")
 @option("--extra-columns", multiple=True, metavar="COLUMN…", help="custom: columns that the grader needs: extra_info.")
-def main(name: str | None, out: Path | None, **asked: Any) -> int:
+def main(name: str | None, out: Path | None, options: Sequence[str], **flags: Any) -> int:
     """Make train.parquet and test.parquet of a data set. Without NAME: the list.
 
     NAME: a data set, reasoning_gym/TASK, or custom.
     """
     if name is None:
-        print(_catalogue())
+        titles = {recipe.name: recipe.title for recipe in RECIPES.values()}
+        titles |= {f"{PREFIX}TASK": "puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"}
+        titles |= {"custom": "your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"}
+        print(
+            "valor data prepare NAME, where NAME is one of\n", *(f"  {n:<14}{t}" for n, t in titles.items()), sep="\n"
+        )
         return 0
-    args = SimpleNamespace(name=name, **asked)
-    args.options = dict(map(_option, args.options))
-    recipe = _recipe(args)
+    settings = dict(map(_option, options))
+    prompt, answer, extra = columns = [flags.pop(flag[2:].replace("-", "_")) for flag in _COLUMN_FLAGS]
+    if name != "custom" and any(columns):
+        flag = next(flag for flag, column in zip(_COLUMN_FLAGS, columns, strict=True) if column)
+        raise UserError(f"{flag} describes your own files: valor data prepare custom; {name} knows its columns")
+    recipe = _own_prompts(prompt, answer, extra, flags["data_source"]) if name == "custom" else find_recipe(name)
+    if flags["form"] != "pairs" and not recipe.pairs:
+        raise UserError(f"--as {flags['form']}: {name} holds prompts; only pairs can be turned into something else")
+    if flags["template"] is not None and QUESTION not in flags["template"]:
+        raise UserError(f"--template must say where the question goes: {QUESTION}")
+    if settings and (recipe.generate is None or flags["local"]):
+        raise UserError(f"--option: {name} is read, not generated here")
     from valor.data.build import Request, prepare  # torch with it, after the mistakes in what was typed
 
-    request = Request(recipe, **{one.name: getattr(args, one.name) for one in fields(Request) if one.name != "recipe"})
+    request = Request(recipe, options=settings, **flags)
     print("\n".join(prepare(request, out or Path("~/data") / name.replace("/", "_"))))
     return 0
 
@@ -79,73 +100,34 @@ def script(name: str, argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _recipe(args: SimpleNamespace) -> Recipe:
-    """The recipe that is asked for. UserError for flags that do not go with it."""
-    given = [flag for flag in _COLUMN_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
-    if args.name == "custom":
-        if not args.answer_column or not args.data_source:
-            raise UserError(
-                "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
-                "(--data-source; valor rewards list)"
-            )
-        recipe = _own_prompts(args.prompt_column or "prompt", args.answer_column, args.data_source, args.extra_columns)
-    elif given:
-        raise UserError(
-            f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
-        )
-    else:
-        recipe = find_recipe(args.name)
-    if args.form != "pairs" and not recipe.pairs:
-        raise UserError(f"--as {args.form}: {recipe.name} holds prompts; only pairs can be turned into something else")
-    if args.template is not None and QUESTION not in args.template:
-        raise UserError(f"--template must say where the question goes: {QUESTION}")
-    if args.options and (recipe.generate is None or args.local):
-        raise UserError(f"--option: {recipe.name} is read, not generated here")
-    return recipe
+def _own_prompts(prompt: str | None, answer: str | None, extra: Sequence[str], data_source: str | None) -> Recipe:
+    """The user's questions with ground truths: names of columns, of which a dot goes into a dictionary.
 
-
-def _own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str]) -> Recipe:
-    """Your own questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
-
-    A dot in a name goes into a dictionary: `reward_model.ground_truth`.
+    Messages stay; transcripts of `\\n\\nHuman: …` become messages; other text is the user's question. Numbers become
+    text, so that csv and parquet give the same; dictionaries become JSON.
     """
+    column = prompt or "prompt"
+    if not answer or not data_source:
+        raise UserError(
+            "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
+            "(--data-source; valor rewards list)"
+        )
 
     def convert(record: Record) -> Example:
-        others = {name: value(record, name) for name in extra}
-        return Example(_text_or_messages(record, prompt), _truth(value(record, answer)), others)
+        question, truth = value(record, column), value(record, answer)
+        if isinstance(question, str):
+            question = conversation(question) if question.startswith("\n\nHuman:") else question.strip()
+        elif not isinstance(question, list):
+            raise ValueError(f"'{column}' must be text or a list of messages, got {question!r:.60}")
+        truth = json.dumps(truth, ensure_ascii=False) if isinstance(truth, Mapping) else truth
+        truth = truth if isinstance(truth, list) else number(truth)
+        return Example(question, truth, {name: value(record, name) for name in extra})
 
     return Recipe("custom", "your own questions", convert, data_source, "custom")
-
-
-def _text_or_messages(record: Record, name: str) -> str | Messages:
-    """Messages stay; transcripts of `\\n\\nHuman: …` become messages; other text is the user's question."""
-    found = value(record, name)
-    if isinstance(found, list):
-        return found
-    if not isinstance(found, str):
-        raise ValueError(f"'{name}' must be text or a list of messages, got {found!r:.60}")
-    return conversation(found) if found.startswith("\n\nHuman:") else found.strip()
-
-
-def _truth(found: Any) -> Any:
-    """Numbers as text, so that csv and parquet give the same; lists and texts as they are."""
-    if isinstance(found, Mapping):
-        return json.dumps(found, ensure_ascii=False)
-    return found if isinstance(found, list) else number(found)
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, mark, setting = text.partition("=")
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
-    try:
-        return name, json.loads(setting)
-    except json.JSONDecodeError:
-        return name, setting
-
-
-def _catalogue() -> str:
-    lines = [f"  {name:<14}{recipe.title}" for name, recipe in RECIPES.items()]
-    lines += [f"  {PREFIX}TASK  puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"]
-    lines += ["  custom        your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"]
-    return "\n".join(["valor data prepare NAME, where NAME is one of", "", *lines])
+    return name, yaml.safe_load(setting)

@@ -1,4 +1,4 @@
-"""The prompts of a run: rows rendered through the chat template, tokenised once, and held to a length limit."""
+"""The prompts of a run: rows rendered through the chat template, tokenised once, up to a length limit."""
 
 import logging
 from array import array
@@ -12,7 +12,7 @@ from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
 from valor.data.messages import check_text
 from valor.data.positions import num_positions
-from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
+from valor.data.sampler import SUBSET_STREAM, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
 from valor.user_files import load_object
@@ -20,9 +20,9 @@ from valor.user_files import load_object
 logger = logging.getLogger(__name__)
 
 GIVEN_BY_THE_RUN = ("completions", "prompts", "completion_ids", "solution_str", "messages", "uid", "data_source")
-"""What reward functions and environments are given beside a row's columns, and never from them."""
+"""Arguments of reward functions and environments that come from the run, never from a row's columns."""
 
-_TEXTS_AT_ONCE = 512  # given to the tokenizer: enough for its threads, few enough for live progress
+_CHUNK = 512  # texts for the tokenizer at once: enough for its threads, few enough for live progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PromptRow:
 
     @property
     def uid(self) -> str:
-        """What the samples of this prompt have in common; unique in a data set."""
+        """The group of this prompt's samples; unique in a data set."""
         return str(self.index)
 
 
@@ -48,8 +48,8 @@ class PromptDataset(Sequence[PromptRow]):
     Prompts over `data.max_prompt_length` tokens are left out (`filter_overlong_prompts`), cut (`truncation` left,
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
-    ones. Validation prompts stay in file order unless `validation_shuffle`. `tools_of`: in a run with agents, the tools
-    that the template describes to a row with this extra_info, in place of those that the row brings.
+    ones. `tools_of`: in a run with agents, the tools that the template describes to a row with this extra_info, instead
+    of the row's own.
     """
 
     def __init__(
@@ -62,14 +62,12 @@ class PromptDataset(Sequence[PromptRow]):
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         if data.custom_cls.path is None:
-            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.tools_key)
+            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key)
         else:
             rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
-        if split == "val" and data.validation_shuffle:
-            numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
         self.split = split
-        self.num_overlong = 0
+        num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
         kwargs = data.apply_chat_template_kwargs
 
@@ -78,13 +76,13 @@ class PromptDataset(Sequence[PromptRow]):
             options = ({"tools": tools} if tools else {}) if tools_of else row.template
             return render(tokenizer, row.messages, {**kwargs, **options}, row.where)
 
-        _tell_of_columns([rows[n] for n in numbers], split, plays_episodes=tools_of is not None)
+        _warn_of_columns([rows[n] for n in numbers], split, plays_episodes=tools_of is not None)
         texts = (text(rows[n]) for n in numbers)
         for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
             if not ids:
                 raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")
             if len(ids) > data.max_prompt_length:
-                self.num_overlong += 1
+                num_overlong += 1
                 if data.filter_overlong_prompts:
                     continue
                 if data.truncation == "error":
@@ -101,10 +99,10 @@ class PromptDataset(Sequence[PromptRow]):
                 f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
                 f"{data.max_prompt_length} tokens and were left out; raise the limit"
             )
-        if self.num_overlong:
+        if num_overlong:
             done = "left out" if data.filter_overlong_prompts else f"cut ({data.truncation})"
             limit_text = f"data.max_prompt_length={data.max_prompt_length}"
-            logger.warning("%s: %d of %d over %s tokens %s", split, self.num_overlong, len(numbers), limit_text, done)
+            logger.warning("%s: %d of %d over %s tokens %s", split, num_overlong, len(numbers), limit_text, done)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,24 +118,22 @@ class PromptDataset(Sequence[PromptRow]):
 
     @property
     def without_truth(self) -> list[DataRow]:
-        """Rows that a rule is to judge, and that have nothing to judge by."""
+        """Rows of style `rule` without a ground truth."""
         return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
 
 
-def _tell_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: bool) -> None:
-    """A line about what rows bring that graders, environments or the templates of episodes have from the run."""
+def _warn_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: bool) -> None:
+    """One line about columns that graders, environments and the templates of episodes get from the run instead."""
     names = {name for row in rows for name in row.extra_info if name in GIVEN_BY_THE_RUN}
     names |= {name for row in rows for name in row.template} if plays_episodes else set()
     if names:
-        said = "%s: the rows' own %s: not shown, since graders, environments and episodes have these from the run"
-        logger.warning(said, split, ", ".join(sorted(names)))
+        message = "%s: the rows' own %s: not shown, since graders, environments and episodes have these from the run"
+        logger.warning(message, split, ", ".join(sorted(names)))
 
 
 def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str]) -> list[DataRow]:
-    """The items of `data.custom_cls`, called as verl calls it, as rows: records with the columns of prompt files.
-
-    Messages may also be in `raw_prompt`, where verl's own class has them. UserError: the class or an item is no good.
-    """
+    """The items of `data.custom_cls` as rows. The class is called as verl calls it; items are records with the columns
+    of prompt files, or with messages in `raw_prompt`. UserError: the class fails, or an item is no row."""
     where = f"{data.custom_cls.path}:{data.custom_cls.name}"
     cls = load_object(where, "data.custom_cls.path")
     try:
@@ -149,7 +145,7 @@ def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[
     for i, record in enumerate(records):
         record.setdefault(data.prompt_key, record.get("raw_prompt"))
         check_text(record, f"{where}, item {i}")
-        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.tools_key))
+        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key))
     return rows
 
 
@@ -201,10 +197,10 @@ Spans = Sequence[tuple[int, int]]  # [start, end) of characters, in order and no
 
 
 def token_owners(tokenizer: Any, rows: Sequence[tuple[str, Spans]]) -> list[tuple[list[int], list[int]]]:
-    """Token ids of whole rendered texts, and for each token the number of the span that it has a part in; -1: of none.
+    """Token ids of rendered texts, and for each token the number of the span that it overlaps, or -1.
 
-    A text is tokenised once: pieces of it have other tokens than the whole wherever a tokenizer puts a space before a
-    text or merges across an edge. UserError: the tokenizer knows no character offsets.
+    A text is tokenised once: its pieces would have other tokens wherever a tokenizer puts a space before a text or
+    merges across an edge. UserError: the tokenizer knows no character offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
@@ -212,15 +208,15 @@ def token_owners(tokenizer: Any, rows: Sequence[tuple[str, Spans]]) -> list[tupl
             "prompt's: take a fast tokenizer (one with a tokenizer.json)"
         )
     texts, spans = [text for text, _ in rows], [spans for _, spans in rows]
-    found = tokenizer(texts, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-    return list(zip(found["input_ids"], map(_owners, found["offset_mapping"], spans), strict=True))
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    return list(zip(encoded["input_ids"], map(_owners, encoded["offset_mapping"], spans), strict=True))
 
 
 def continued(tokenizer: Any, prompts: Sequence[str], responses: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-    """Token ids of rendered prompts and of the responses behind them, as the whole texts have them."""
-    both = [(prompt + response, len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
-    owned = token_owners(tokenizer, [(text, [(start, len(text))] if start < len(text) else []) for text, start in both])
-    return [(ids[: owners.count(-1)], ids[owners.count(-1) :]) for ids, owners in owned]
+    """Token ids of rendered prompts and of their responses, split from those of prompt + response."""
+    texts = [(prompt + response, len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+    rows = token_owners(tokenizer, [(text, [(start, len(text))] if start < len(text) else []) for text, start in texts])
+    return [(ids[: owners.count(-1)], ids[owners.count(-1) :]) for ids, owners in rows]
 
 
 def _owners(offsets: Spans, spans: Spans) -> list[int]:
@@ -237,15 +233,15 @@ def _owners(offsets: Spans, spans: Spans) -> list[int]:
 def tokenized(
     tokenizer: Any, rows: Iterable[Any], total: int, read: Callable[[Any, Sequence[Any]], Iterable[Any]] = token_ids
 ) -> Iterator[Any]:
-    """What `read` makes of each of `total` rendered texts, with live progress."""
+    """Each of `total` texts read by the tokenizer (`read`), in chunks, with progress."""
     rows, done = iter(rows), 0
-    while chunk := list(islice(rows, _TEXTS_AT_ONCE)):
+    while chunk := list(islice(rows, _CHUNK)):
         yield from read(tokenizer, chunk)
         done += len(chunk)
         report_progress(done, total)
 
 
 def truncated(row: list[int], limit: int, side: str) -> list[int]:
-    """`limit` entries of a longer row. `side` says where others are taken away; "middle" keeps both ends."""
+    """`limit` entries of a longer row. `side`: where others are cut; "middle" keeps both ends."""
     head = {"left": 0, "right": limit, "middle": limit // 2}[side]
     return row[:head] + row[len(row) - (limit - head) :]

@@ -64,15 +64,15 @@ class RewardTexts:
         UserError: the chat template refuses a conversation (`where` names it), or none could show its tools.
         """
         options: dict[str, Any] = {"return_special_tokens_mask": True, "verbose": False}
-        given = row_options or [{}] * len(prompts)
+        of_rows = row_options or [{}] * len(prompts)
         answers = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in responses]
         if self.as_chat:
             texts = [
                 render(self.tokenizer, [*prompt, answer], {**more, "add_generation_prompt": False}, where)
-                for prompt, answer, more in zip(prompts, answers, given, strict=True)
+                for prompt, answer, more in zip(prompts, answers, of_rows, strict=True)
             ]
             return self._fitted(self.tokenizer(texts, add_special_tokens=False, **options))
-        if any("tools" in more for more in given) or any("tool_calls" in answer for answer in answers):
+        if any("tools" in more for more in of_rows) or any("tool_calls" in answer for answer in answers):
             raise UserError(f"{where}: rows have tools, and the tokenizer has no chat template to show them")
         contents = [str(answer["content"]) for answer in answers]
         if self.as_pair:
@@ -91,13 +91,13 @@ class RewardTexts:
         return text_rows([text.ids for text in texts]), [text.is_cut for text in texts]
 
     def _fit(self, ids: list[int], special: list[int]) -> Encoded:
-        if not ids:  # an empty text of a tokenizer that adds nothing still has to have something to read
+        if not ids:  # an empty text of a tokenizer that adds nothing: the model needs one token
             return Encoded([self.tokenizer.pad_token_id or 0], False)
         over = len(ids) - self.max_length if self.max_length else 0
         if over <= 0:
             return Encoded(ids, False)
         bos = self.tokenizer.bos_token_id
-        loose = [i for i, kept in enumerate(special) if not kept and not (i == 0 and ids[0] == bos)]
+        loose = [i for i, is_special in enumerate(special) if not is_special and not (i == 0 and ids[0] == bos)]
         dropped = set(loose[:over])
         return Encoded([token for i, token in enumerate(ids) if i not in dropped], True)
 
@@ -125,23 +125,22 @@ class CriticTexts:
 
     def rows(self, batch: Batch) -> tuple[Batch, list[bool]]:
         """Prompts and responses as rows for the critic, and which prompts were cut."""
-        prompts, responses = self._own(batch) if self.agrees else self._tokenized(batch)
-        room = [max(1, self.max_length - len(r)) if self.max_length else None for r in responses]
-        kept = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, room, strict=True)]
-        cut = [len(short) < len(prompt) for short, prompt in zip(kept, prompts, strict=True)]
-        return text_rows(kept, responses), cut
+        prompts, responses = self._policy_ids(batch) if self.agrees else self._tokenized(batch)
+        limits = [max(1, self.max_length - len(r)) if self.max_length else None for r in responses]
+        cut = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, limits, strict=True)]
+        return text_rows(cut, responses), [len(a) < len(b) for a, b in zip(cut, prompts, strict=True)]
 
     def token_starts(self, messages: Messages, response: str) -> list[int] | None:
         """The character at which each token of a response begins; None where the tokens are the policy's own."""
         if self.agrees:
             return None
         before = render(self.tokenizer, messages)
-        found = self.tokenizer(before + response, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        text, options = before + response, {"add_special_tokens": False, "verbose": False}
+        offsets = self.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
         _, ids = continued(self.tokenizer, [before], [response])[0]
-        offsets = found["offset_mapping"]
         return [max(start - len(before), 0) for start, _ in offsets[len(offsets) - len(ids) :]]
 
-    def _own(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+    def _policy_ids(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
         prompts, responses = (
             [row[:length] for row, length in zip(batch[name].tolist(), batch[lengths].tolist(), strict=True)]
             for name, lengths in (("prompts", "prompt_lengths"), ("responses", "response_lengths"))

@@ -1,6 +1,6 @@
-"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone.
+"""The rows of a step: a shuffled epoch that is a function of (seed, epoch) alone.
 
-All randomness is a function of a key, so that a resumed run draws what the undisturbed one drew.
+All randomness is a function of a key, so that a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from valor.errors import UserError
 
 # Third words of random keys (seed, 0, stream): an epoch's order has the key (seed, epoch), the same as a third word 0.
-SUBSET_STREAM, VALIDATION_STREAM = 1, 2
+SUBSET_STREAM = 1
 
 
 def shuffled(num_rows: int, *key: int) -> np.ndarray:
@@ -55,7 +55,7 @@ class PromptSampler:
         self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
-        self.position = 0  # rows of this epoch that were drawn already
+        self.position = 0  # rows of this epoch that were drawn
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -80,9 +80,8 @@ class PromptSampler:
         return rows
 
     def state_dict(self) -> dict[str, int]:
-        """Where the sampler stands."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue exactly where `state` was taken, of a sampler of the same rows, seed and shuffling."""
+        """Continue where `state` was taken, of a sampler of the same rows, seed and shuffling."""
         self.epoch, self.position = state["epoch"], state["position"]

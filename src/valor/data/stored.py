@@ -1,5 +1,4 @@
-"""Columns whose rows lie elsewhere, in the process or the object store where they were computed: they travel by
-reference, and are read where their numbers are needed."""
+"""Columns stored in another process or an object store: references travel, rows are read where they are needed."""
 
 from __future__ import annotations
 
@@ -24,21 +23,21 @@ class Part(ABC):
     @staticmethod
     @abstractmethod
     def read(parts: Sequence[Any]) -> list[Stored]:
-        """What parts of one class refer to."""
+        """The tensors of parts of one class."""
 
 
 class StoredColumn:
     """[B, W] whose row i is row `row[i]` of part number `part[i]`, padded with zeros to W columns.
 
-    Rows are chosen, repeated and joined without reading them. What has been read is kept, and rows chosen from it
-    need not be read again; other processes get the references alone.
+    Rows are chosen, repeated and joined without reading them. Rows that were read are cached, also for choices of
+    them; other processes get the references alone.
     """
 
     def __init__(
         self, parts: Sequence[Part], part: np.ndarray, row: np.ndarray, width: int, dtype: torch.dtype
     ) -> None:
         self._parts, self._part, self._row, self._width, self._dtype = parts, part, row, width, dtype
-        self._read: tuple[Tensor, Tensor | None] | None = None  # rows that were read, and which of them are these
+        self._cache: Tensor | None = None  # the rows, once they were read
 
     @staticmethod
     def of(part: Part) -> StoredColumn:
@@ -56,9 +55,7 @@ class StoredColumn:
     def __getitem__(self, index: Tensor) -> StoredColumn:
         part, row = self._part[index.numpy()], self._row[index.numpy()]
         chosen = StoredColumn(self._parts, part, row, self._width, self._dtype)
-        if self._read is not None:
-            rows, where = self._read
-            chosen._read = rows, index if where is None else where[index]
+        chosen._cache = None if self._cache is None else self._cache[index]
         return chosen
 
     def split(self, sizes: Sequence[int]) -> list[StoredColumn]:
@@ -80,30 +77,20 @@ class StoredColumn:
 
     def tensor(self) -> Tensor:
         """The rows [B, W], read once."""
-        if self._read is None:
-            self._read = self._fetch(), None
-        rows, where = self._read
-        if where is not None:
-            rows = rows[where]
-            self._read = rows, None
-        return rows
-
-    def _fetch(self) -> Tensor:
-        out = torch.zeros(self.shape, dtype=self._dtype)
-        if len(self):
-            order = np.argsort(self._part, kind="stable")
-            numbers, starts = np.unique(self._part[order], return_index=True)
-            found = type(self._parts[0]).read([self._parts[number] for number in numbers])
-            array, _ = to_stored(out)  # the same memory
-            for (part, _), places in zip(found, np.split(order, starts[1:]), strict=True):
-                array[places, : part.shape[1]] = part[self._row[places]]
-        return out
+        if self._cache is None:
+            self._cache = torch.zeros(self.shape, dtype=self._dtype)
+            array, _ = to_stored(self._cache)  # the same memory
+            numbers = np.unique(self._part)
+            parts = type(self._parts[0]).read([self._parts[number] for number in numbers]) if len(self) else []
+            for number, (part, _) in zip(numbers, parts, strict=True):
+                rows = np.flatnonzero(self._part == number)
+                array[rows, : part.shape[1]] = part[self._row[rows]]
+        return self._cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what was read, and with no more parts than these rows need."""
-        numbers = {number: place for place, number in enumerate(dict.fromkeys(self._part.tolist()))}
-        part = np.array([numbers[number] for number in self._part.tolist()], dtype=np.int64)
-        return StoredColumn, ([self._parts[n] for n in numbers], part, self._row, self._width, self._dtype)
+        """Without the cache, and with no more parts than these rows need."""
+        numbers, part = np.unique(self._part, return_inverse=True)
+        return StoredColumn, ([self._parts[number] for number in numbers], part, self._row, self._width, self._dtype)
 
 
 Column = Tensor | StoredColumn

@@ -1,4 +1,4 @@
-"""Chat templates are asked, before a run, what they make of a conversation: small ones are rendered and looked at."""
+"""What a chat template leaves out, and how it ends a turn: found before a run by rendering small conversations."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,29 +14,32 @@ logger = logging.getLogger(__name__)
 _MARK = "Probe7"
 _FUNCTION = {"name": _MARK, "description": _MARK, "arguments": {}, "parameters": {"type": "object", "properties": {}}}
 _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}
-_ASKED, _SAID = {"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}
+_QUESTION, _ANSWER = {"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}
 # Parts of conversations that a template may leave out: what users call them, and a conversation with a mark there.
 _PARTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "user": ("what the user says", [{"role": "user", "content": _MARK}]),
-    "assistant": ("what the assistant says", [_ASKED, {**_SAID, "content": _MARK}, _ASKED]),
-    "system": ("system messages", [{"role": "system", "content": _MARK}, _ASKED]),
-    "developer": ("developer messages", [{"role": "developer", "content": _MARK}, _ASKED]),
-    "tool": ("what tools answer", [_ASKED, _SAID, {"role": "tool", "name": "lookup", "content": _MARK}]),
-    "tools": ("tools (their schemas)", [_ASKED]),
-    "tool_calls": ("tool_calls", [_ASKED, {**_SAID, "tool_calls": [_CALL]}]),
-    "reasoning_content": ("reasoning_content", [_ASKED, {**_SAID, "reasoning_content": _MARK}]),
-    "thoughts": ("what stands before </think>", [_ASKED, {**_SAID, "content": f"<think>\n{_MARK}\n</think>\n\nSo"}]),
+    "assistant": ("what the assistant says", [_QUESTION, {**_ANSWER, "content": _MARK}, _QUESTION]),
+    "system": ("system messages", [{"role": "system", "content": _MARK}, _QUESTION]),
+    "developer": ("developer messages", [{"role": "developer", "content": _MARK}, _QUESTION]),
+    "tool": ("what tools answer", [_QUESTION, _ANSWER, {"role": "tool", "name": "lookup", "content": _MARK}]),
+    "tools": ("tools (their schemas)", [_QUESTION]),
+    "tool_calls": ("tool_calls", [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}]),
+    "reasoning_content": ("reasoning_content", [_QUESTION, {**_ANSWER, "reasoning_content": _MARK}]),
+    "thoughts": (
+        "what stands before </think>",
+        [_QUESTION, {**_ANSWER, "content": f"<think>\n{_MARK}\n</think>\n\nSo"}],
+    ),
 }
 
 
-def template_text(given: str) -> str:
-    """The Jinja text of a `custom_chat_template`: itself, or what the file that it names holds. UserError: neither."""
-    if "{{" in given or "{%" in given:
-        return given
+def template_text(text: str) -> str:
+    """The Jinja text of a `custom_chat_template`: itself, or the content of the file. UserError: neither."""
+    if "{{" in text or "{%" in text:
+        return text
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        why = f"custom_chat_template={given[:99]!r} is no Jinja text, and no file that can be read ({error})"
+        why = f"custom_chat_template={text[:99]!r} is no Jinja text, and no file that can be read ({error})"
         raise UserError(why[:300]) from None
 
 
@@ -48,18 +51,20 @@ def keeps(tokenizer: Any, part: str, kwargs: Mapping[str, Any] | None = None) ->
 
 
 def parts_of(chats: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
-    """What these conversations have of the parts that a template may leave out; schemas of tools are not in them."""
+    """The parts of these conversations that a template may leave out, schemas of tools aside."""
     messages = [message for chat in chats for message in chat]
-    found = {message["role"] for message in messages} | {key for message in messages for key in message if message[key]}
-    thinks = any(one["role"] == "assistant" and "</think>" in str(one.get("content")) for one in messages)
-    return _PARTS.keys() & (found | ({"thoughts"} if thinks else set()))
+    names = {message["role"] for message in messages} | {key for message in messages for key in message if message[key]}
+    thinks = any(m["role"] == "assistant" and "</think>" in str(m.get("content")) for m in messages)
+    return _PARTS.keys() & (names | ({"thoughts"} if thinks else set()))
 
 
 def ask_template(
     tokenizer: Any, parts: Collection[str], kwargs: Mapping[str, Any] | None = None, needed: Collection[str] = ()
 ) -> None:
-    """Say in a line what the template leaves out of a run's `parts`, and in one with what it ends a turn, if not with
-    the tokenizer's end token. UserError: it cannot be rendered, or leaves out what the user says or a `needed` part."""
+    """Log which of a run's `parts` the template leaves out, and the end of a turn, if not the tokenizer's end token.
+
+    UserError: the template cannot be rendered, or leaves out what the user says or a `needed` part.
+    """
     lost, needed = [], {"user", *needed}
     for part, (name, _) in _PARTS.items():
         with nullcontext() if part in needed else suppress(UserError):  # rows that it refuses are refused by themselves
@@ -77,9 +82,9 @@ def ask_template(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the template writes behind an assistant's text; None: it writes none."""
+    """The token that the template writes after an assistant's text, if any."""
     try:
-        text = render(tokenizer, [_ASKED, {**_SAID, "content": _MARK}], {"add_generation_prompt": False})
+        text = render(tokenizer, [_QUESTION, {**_ANSWER, "content": _MARK}], {"add_generation_prompt": False})
     except UserError:
         return None
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
@@ -89,5 +94,5 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """The token with which the template ends a turn, then the tokenizer's end token, where there are such."""
+    """The token with which the template ends a turn, then the tokenizer's end token, as far as there are such."""
     return list(dict.fromkeys(end for end in (end_of_turn(tokenizer), tokenizer.eos_token_id) if end is not None))

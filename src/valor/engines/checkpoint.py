@@ -75,7 +75,7 @@ def write(
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
             leftover.unlink()
     dist.barrier()
-    with _own_errors():
+    with _errors_of_a_rank():
         dcp_save(tensors, storage_writer=_ShardWriter(str(path)), no_dist=_alone())
     if dist.get_rank() == 0:
         state = {
@@ -107,7 +107,8 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
     if optimizer is not None:
         tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
-    read_into(path, tensors, stored, {name: tuple(value.shape) for name, value in tensors.items()})
+    check_fit(path, {name: tuple(value.shape) for name, value in tensors.items()}, stored)
+    read_into(path, tensors)
     if ruined := _not_finite(module, optimizer):
         raise of_no_use(path, ruined)
     return Counters(**state["counters"])
@@ -126,16 +127,13 @@ def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple
     if optimizer is not None and state["optimizer"] != optimizer:
         raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {optimizer}")
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return state, {n: one for n, one in stored.items() if optimizer is not None or n.startswith("model.")}
+    return state, {name: x for name, x in stored.items() if optimizer is not None or name.startswith("model.")}
 
 
-def read_into(
-    path: Path, tensors: dict[str, Tensor], stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Fill this rank's `tensors` from `path` (collective). UserError: `stored` are not those of all ranks' `shapes`."""
-    _check_fit(path, shapes, stored)
-    with _own_errors():
-        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone())
+def read_into(path: Path, tensors: dict[str, Tensor], *, together: bool = True) -> None:
+    """Fill this rank's `tensors` from `path`; together: collective, which shards (DTensors) have to be."""
+    with _errors_of_a_rank():
+        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone() or not together)
 
 
 def not_saved(ruined: str) -> Diverged:
@@ -156,7 +154,7 @@ def size(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _errors_of_a_rank() -> Iterator[None]:
     """What a rank of torch DCP has raised, as that rank's own error."""
     try:
         yield
@@ -200,7 +198,8 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return done
 
 
-def _check_fit(path: Path, shapes: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
+def check_fit(path: Path, shapes: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
+    """UserError: the tensors that are `stored` are not those of all ranks' `shapes`."""
     missing = [name for name in shapes if name not in stored]
     if missing:
         raise UserError(f"the checkpoint '{path}' lacks {missing[0]} (and {len(missing) - 1} more): another model?")
@@ -232,9 +231,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
-    """Adapters mean something only in the place where they were trained."""
-    if stored.get("base", here.get("base")) != here.get("base", stored.get("base")):
-        raise UserError(f"the checkpoint '{path}' holds adapters of another base model: set model.path to that one")
+    """Adapters mean something only with the settings that they were trained with."""
     for key, value in here.items():
         there = stored.get(key, 0 if key == "lora_rank" else value)
         if there != value:

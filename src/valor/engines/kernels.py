@@ -11,7 +11,7 @@ from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines.optim import global_norm
 from valor.errors import UserError
-from valor.models.linear import use_torch
+from valor.models.internals import use_liger_kernels
 from valor.models.packing import IMPLEMENTATION, packed_attention
 from valor.models.rows import ROW_FIELDS
 
@@ -31,12 +31,12 @@ def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dty
     if model.use_liger:
         _use_liger(hf, engine.device)
     if model.compile:
-        _compile(layers, engine.device, dtype)
+        _compile(layers, engine.device)
     try:
-        found = _trial(engine)
+        ours = _trial(engine)
     except RuntimeError as error:
         raise UserError(f"{names} does not work here: leave it out ({str(error).strip().splitlines()[0]})") from error
-    differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, plain, strict=True) if b.norm() > 0]
+    differences = [float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0]
     if not max(differences) <= (1e-4 if dtype == "float32" else 0.02):
         raise UserError(f"{names} gives other numbers (relative difference {max(differences):.2g}): leave it out")
     engine.offload()
@@ -46,21 +46,19 @@ def _trial(engine: Any) -> list[Tensor]:
     """What the model says of two rows, and the norm of its gradients where it is trained."""
     ids, lengths = torch.arange(24).view(2, 12), torch.tensor([12, 9])
     rows = Batch(dict(zip(ROW_FIELDS, (ids, lengths, ids + 5, lengths), strict=True)))
-    found = list(engine.forward(rows).values())
+    numbers = list(engine.forward(rows).values())
     if engine.optimizer is not None:
         engine.forward_backward(rows, lambda outputs, _: (sum(x.sum() for x in outputs.values()), {}))
         norm = global_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
         engine.optimizer.zero_grad(set_to_none=True)
-        found.append(torch.tensor([norm]))
-    return found
+        numbers.append(torch.tensor([norm]))
+    return numbers
 
 
-def _compile(layers: list[nn.Module], device: torch.device, dtype: str) -> None:
+def _compile(layers: list[nn.Module], device: torch.device) -> None:
     """Whole layers on GPUs. On CPUs their norms and feed-forward parts: attention is as fast either way."""
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
     for layer in layers:
-        if dtype == "float32":
-            use_torch(layer)  # what is oneDNN's own cannot be traced
         inner = (part for name, part in layer.named_children() if "attn" not in name)
         for part in [layer] if device.type == "cuda" else inner:
             part.forward = _compiled(part.forward)
@@ -86,5 +84,4 @@ def _use_liger(hf: Any, device: torch.device) -> None:
         raise UserError("model.use_liger=true needs Liger: pip install 'valor-rl[liger]'") from error
     if hf.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"Liger has no kernels for {type(hf).__name__}: leave model.use_liger out")
-    # The head and its loss are computed by `token_log_probs`.
-    liger._apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
+    use_liger_kernels(hf)

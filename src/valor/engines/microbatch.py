@@ -30,18 +30,12 @@ def plan_micro_batches(
     max_rows: int | None = None,
     packed: bool = False,
 ) -> list[list[int]]:
-    """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens, those
-    that neighbours share counted once.
+    """Groups of rows within `max_tokens` (rows x longest row; packed: tokens, shared ones once) and `max_rows`.
 
-    Rows are taken in the given order, else `RowOrder.by_length`. A row longer than the budget gets a group of its
-    own: no row is cut. `max_rows` bounds the rows of a group. The plan depends on lengths and order alone.
+    A row longer than the budget gets a group to itself: no row is cut. The plan depends on lengths and order alone.
     """
-    for name, limit in (("max_tokens", max_tokens), ("max_rows", max_rows)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1, got {limit}")
     groups: list[list[int]] = []
-    size = 0
-    order = order or RowOrder.by_length(lengths)
+    size, order = 0, order or RowOrder.by_length(lengths)
     for index, shared in zip(order.rows, order.shared, strict=True):
         group = groups[-1] if groups else []
         size += lengths[index] - shared if packed or not group else lengths[group[0]]
@@ -61,9 +55,9 @@ class TokenBudget:
     limit: int | None = None
     retries: int = 0  # since they were last reported
 
-    def within(self, asked: int | None) -> int | None:
-        """The smaller of what is asked for and what has turned out to fit."""
-        return min((limit for limit in (asked, self.limit) if limit is not None), default=None)
+    def within(self, max_tokens: int | None) -> int | None:
+        """The smaller one of `max_tokens` and what has turned out to fit."""
+        return min((limit for limit in (max_tokens, self.limit) if limit is not None), default=None)
 
     def take_metrics(self) -> dict[str, float]:
         """`oom_retries` and `token_budget_min` of what happened since the last call; empty if nothing did."""
@@ -74,49 +68,35 @@ class TokenBudget:
 
 
 class MicroBatches:
-    """Rows in micro-batches, in their order. All ranks take turns together; one that has run out gets empty ones."""
+    """Rows in micro-batches, in their order. Ranks take turns together; one that has run out gets empty ones."""
 
     def __init__(
         self,
         lengths: Sequence[int],
+        order: RowOrder,
         budget: TokenBudget,
-        order: RowOrder | None = None,
         *,
         max_tokens: int | None,
         max_rows: int | None,
         packed: bool,
     ) -> None:
-        self._lengths, self._budget, self._packed = lengths, budget, packed
+        self._lengths, self._order, self._budget, self._packed = lengths, order, budget, packed
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
-        self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        order = order or RowOrder.by_length(lengths)
-        self._shared = dict(zip(order.rows, order.shared, strict=True))
-        self._plan(order.rows)
-
-    def restart(self) -> None:
-        """All rows are to be done again, as `repeat`."""
-        self._shrink()
-        self._plan(list(self._shared))
-
-    def repeat(self) -> None:
-        """The present rows did not fit: from now on micro-batches hold at most half as much. TrainingStopped where
-        there is but one row."""
-        self._shrink()
-        self._plan([row for group in self._waiting for row in group])
+        self._plan()
 
     @property
     def last(self) -> bool:
         """Whether the present turn is the last one."""
-        return self._turns == 1
+        return len(self._waiting) == 1
 
     def __bool__(self) -> bool:
-        return self._turns > 0
+        return bool(self._waiting)
 
     @property
     def present(self) -> list[int]:
         """The rows of this turn; empty where only other ranks have some left."""
-        return self._waiting[0] if self._waiting else []
+        return self._waiting[0]
 
     @property
     def done(self) -> int:
@@ -126,9 +106,10 @@ class MicroBatches:
     def advance(self) -> None:
         """The present turn is done on all ranks."""
         self._waiting = self._waiting[1:]
-        self._turns -= 1
 
-    def _shrink(self) -> None:
+    def restart(self) -> None:
+        """Begins again: the present rows did not fit, so micro-batches hold at most half as much from now on.
+        TrainingStopped: it was one row."""
         lengths = [self._lengths[row] for row in self.present]
         longest = max(lengths, default=0)
         if len(self.present) < 2:
@@ -137,16 +118,19 @@ class MicroBatches:
                 "data.max_response_length, set model.enable_gradient_checkpointing=true, fsdp_config.param_offload and "
                 "optimizer_offload, or shard over more processes (trainer.n_gpus_per_node)"
             )
-        tokens = sum(lengths) - sum(self._shared[row] for row in self.present[1:])
+        shared = dict(zip(self._order.rows, self._order.shared, strict=True))
+        tokens = sum(lengths) - sum(shared[row] for row in self.present[1:])
         self._budget.limit = max((tokens if self._packed else longest * len(lengths)) // 2, 1)
         self._budget.retries += 1
+        self._plan()
 
-    def _plan(self, rows: Sequence[int]) -> None:
-        self._waiting = plan_micro_batches(
+    def _plan(self) -> None:
+        groups = plan_micro_batches(
             self._lengths,
-            RowOrder(rows, [self._shared[row] for row in rows]),
+            self._order,
             max_tokens=self._budget.within(self._max_tokens),
             max_rows=self._max_rows,
             packed=self._packed,
         )
-        self._turns = max(1, max_over_ranks(len(self._waiting)))
+        turns = max(1, max_over_ranks(len(groups)))  # one for an empty batch, too: its model has gathers to serve
+        self._waiting = groups + [[]] * (turns - len(groups))

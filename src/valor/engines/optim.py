@@ -24,8 +24,8 @@ def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
 
     Warm-up lasts `lr_warmup_steps` steps (-1: `lr_warmup_steps_ratio` of `total_steps`) and uses (step + 1) / warmup:
     no update is spent at rate 0, and the last warm-up step has the full rate. The step after it starts the decay from
-    1: `constant` stays; `linear` falls to `min_lr_ratio` at `total_steps`; `cosine` does along `num_cycles` cycles
-    (0.5: one way down). The floor is first reached by a step beyond the last.
+    1: `constant` stays; `linear` and `cosine` (half a period) fall to `min_lr_ratio` at `total_steps`. The floor is
+    first reached by a step beyond the last.
     """
     warmup = optim.lr_warmup_steps
     if warmup < 0:
@@ -38,7 +38,7 @@ def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
     if optim.lr_scheduler_type == "linear":
         left = 1.0 - done
     else:
-        left = max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * done)))
+        left = max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
     return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left
 
 
@@ -47,9 +47,8 @@ def global_norm(tensors: Sequence[DTensor]) -> float:
     if not tensors:
         return 0.0
     # torch's own norm goes through DTensor dispatch for every tensor and operation.
-    local = [tensor.to_local() for tensor in tensors]
-    norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    squares = torch.stack(list(norms)).double().square()
+    norms = [torch.linalg.vector_norm(tensor.to_local(), dtype=torch.float32) for tensor in tensors]
+    squares = torch.stack(norms).double().square()
     if (world := dist.get_world_size()) == 1:
         return float(squares.sum().sqrt())
     shares = [_num_shards(tensor) / world for tensor in tensors]

@@ -1,7 +1,7 @@
 """Training from Python: `valor.train(...)`, `valor.PPO`, `valor.SFT`, `valor.RewardModel`.
 
-The configuration, the folder and the checkpoints are those of the command line: what is given as an object becomes a
-file in the run's folder, so the command that `run.command` shows does the same.
+Configuration, folder and checkpoints are those of the command line: objects become files in the run's folder, and the
+command `run.command` repeats the run.
 """
 
 import shlex
@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Self, cast
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
-from valor.lab.given import Given, demonstration_row, given_bytes, given_data, given_model, prompt_row
+from valor.lab.inputs import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, prompt_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
-from valor.trainer.command import check, derived, tell_notes
+from valor.trainer.command import load_checked, tell_notes
 from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
@@ -53,24 +53,24 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        given = given_model(self.model_key, model, tokenizer, reads_text=True)
+        inputs = model_settings(self.model_key, model, tokenizer, reads_text=True)
         for split, data in {"train": train_data, "val": val_data}.items():
             if data is not None:
-                given[f"data.{split}_files"] = given_data(split, data, self._row)
-        given |= settings
-        files = {key: one for key, one in given.items() if isinstance(one, Given)}
+                inputs[f"data.{split}_files"] = data_files(split, data, self._row)
+        inputs |= settings
+        files = {key: value for key, value in inputs.items() if isinstance(value, InputFile)}
 
-        def arguments(inputs: Path) -> list[str]:
-            written = given | {key: str(inputs / one.name) for key, one in files.items()}
-            return [*_options(config), *overrides(self.root, written)]
+        def arguments(folder: Path) -> list[str]:
+            paths = {key: str(folder / file.name) for key, file in files.items()}
+            return [*_options(config), *overrides(self.root, inputs | paths)]
 
-        # Where the folder is has to be known before anything can be written into it.
+        # The folder is a setting: it is read once before the input files are written into it.
         self.folder = Path(load(arguments(Path(_INPUTS)), self.root).config.trainer.default_local_dir)
         self._inputs = (self.folder / _INPUTS).absolute()
         with disk_errors(self.folder):
-            for one in files.values():
-                one.into(self._inputs)
-        loaded = load(arguments(self._inputs), self.root, check, derived)
+            for file in files.values():
+                file.into(self._inputs)
+        loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
         self.config: Any = loaded.config
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
@@ -103,12 +103,12 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Metrics of the present weights on `data` (default: the validation data), before, in or after training."""
-        files = self.config.data.val_files if data is None else given_data("evaluation", data, self._row)
+        files = self.config.data.val_files if data is None else data_files("evaluation", data, self._row)
         if not files:
             raise UserError("there is nothing to evaluate on: give val_data to the run, or data to evaluate")
         self._open()
         try:
-            return self._run.evaluate([str(files.into(self._inputs))] if isinstance(files, Given) else files)
+            return self._run.evaluate([str(files.into(self._inputs))] if isinstance(files, InputFile) else files)
         finally:
             if self._ended:
                 self.close()
@@ -136,21 +136,15 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _again(self) -> Any:
-        self._run = resolve_name(self.makes)(self.config, self.command)
-        return self._run
-
     def _open(self) -> None:
         """Start the run, up to its first step, unless it is under way; one that has ended, as it ended."""
-        from valor.trainer.run import steps_again
-
         if self._steps is None:
-            run = self._again()
+            self._run = run = resolve_name(self.makes)(self.config, self.command)
             if self._ended:
                 run.resume_from = run.record.checkpoints.path(self._last_step)
-            self._steps = steps_again(run, self._again)
+            self._steps = run.steps()
             self._next()
-            self._run.stop.at_once = True
+            run.stop.at_once = True
 
     def _next(self) -> dict[str, Any]:
         """The metrics of what the run yields next, kept."""
@@ -186,8 +180,9 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
 def _options(config: str | Path | None) -> list[str]:
     path = Path(config or "")
-    own = [f"--config-path={path.parent}", f"--config-name={path.stem}"]
-    return own if path.suffix in (".yaml", ".yml") else [f"--config-name={config}"] if config else []
+    if path.suffix in (".yaml", ".yml"):
+        return [f"--config-path={path.parent}", f"--config-name={path.stem}"]
+    return [f"--config-name={config}"] if config else []
 
 
 class PPO(PythonRun):
@@ -216,25 +211,25 @@ class PPO(PythonRun):
         **arguments: Any,
     ) -> None:
         sections = {"reward": reward, "algorithm": algorithm, "critic": critic}
-        given: dict[str, Any] = {name: one for name, one in sections.items() if isinstance(one, Mapping)}
-        if reward is not None and "reward" not in given:
+        settings: dict[str, Any] = {name: value for name, value in sections.items() if isinstance(value, Mapping)}
+        if reward is not None and "reward" not in settings:
             several = reward if isinstance(reward, list | tuple) else [cast(Any, reward)]
             functions = RewardFunctions(several, reward_weights)
             self._row = partial(prompt_row, keep_prompt=functions.reads_prompts)
-            given["reward.custom_reward_function.path"] = given_bytes(
+            settings["reward.custom_reward_function.path"] = file_of_bytes(
                 "reward", ".pkl", pickled(functions, "reward", "reward.custom_reward_function.path")
             )
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
-        if algorithm is not None and "algorithm" not in given:
-            given["algorithm.adv_estimator"] = algorithm
+        if algorithm is not None and "algorithm" not in settings:
+            settings["algorithm.adv_estimator"] = algorithm
         if phases is not None:
-            given["algorithm.phases_path"] = given_bytes(
+            settings["algorithm.phases_path"] = file_of_bytes(
                 "phases", ".pkl", pickled(phases, "phases", "algorithm.phases_path")
             )
-        if "critic" not in given:
-            given |= given_model("critic.model", critic)
-        super().__init__(model, train_data, **given | arguments)
+        if "critic" not in settings:
+            settings |= model_settings("critic.model", critic)
+        super().__init__(model, train_data, **settings | arguments)
         self._check_travels()
 
     @property

@@ -120,13 +120,13 @@ def make_data(
     val, train = problems[:num_val], problems[num_val:]
     files = DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
     for path, some in ((files.train, train), (files.val, val)):
-        asked = ((question(a, b), str(a + b), {"carry": has_carry(a, b)}) for a, b in some)
-        write_prompts(path, DATA_SOURCE, "math", asked)
+        questions = ((question(a, b), str(a + b), {"carry": has_carry(a, b)}) for a, b in some)
+        write_prompts(path, DATA_SOURCE, "math", questions)
     write_demonstrations(files, num_demonstrations, num_sft_val, lambda: demonstration(rng, *rng.choice(train)))
     return files
 
 
-def write_prompts(path: Path, source: str, ability: str, asked: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
+def write_prompts(path: Path, source: str, ability: str, questions: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
     """Rows in verl's columns, of questions with their ground truths and what else is said of them."""
     rows = [
         {
@@ -136,15 +136,15 @@ def write_prompts(path: Path, source: str, ability: str, asked: Iterable[tuple[s
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {"split": path.stem, "index": i, **facts},
         }
-        for i, (text, truth, facts) in enumerate(asked)
+        for i, (text, truth, facts) in enumerate(questions)
     ]
     write_parquet({path: rows})
 
 
-def write_demonstrations(files: DataFiles, number: int, number_val: int, one: Callable[[], list[dict]]) -> None:
+def write_demonstrations(files: DataFiles, number: int, number_val: int, chat: Callable[[], list[dict]]) -> None:
     """So many chats of the teacher's, to learn from and to validate."""
     for path, count in ((files.sft_train, number), (files.sft_val, number_val)):
-        write_parquet({path: [{"messages": one()} for _ in range(count)]})
+        write_parquet({path: [{"messages": chat()} for _ in range(count)]})
 
 
 def make_problems(rng: random.Random) -> list[tuple[int, int]]:

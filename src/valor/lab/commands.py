@@ -7,11 +7,10 @@ import click
 
 from valor.agents.http_server import address_options, key_for, require_libraries
 from valor.arguments import PATH, command, option
-from valor.config import PPOConfig, load
+from valor.config import PPOConfig
 from valor.errors import UserError
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 
-_POSITIVE = click.FloatRange(0, min_open=True)
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 
 
@@ -19,18 +18,16 @@ _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a 
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
 @option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
 @option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
-@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
-@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
-def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
-    """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
+@option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU (else 80), or of each process here.")
+def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, memory: float | None) -> int:
+    """Memory of valor ppo by role and phase, before anything is loaded.
 
     The exit code is 1 where the run does not fit.
     """
-    config = load(settings, PPOConfig, check, derived).config
+    config = load_checked(settings, PPOConfig).config
     from valor.lab.planner import run
 
-    return run(config, settings, gpus, nodes, given)
+    return run(config, settings, gpus, nodes, memory)
 
 
 @command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)
@@ -58,11 +55,12 @@ def _config(model: str, settings: list[str]) -> PPOConfig:
     """UserError: a setting that is none, or that changes nothing here."""
     if model.startswith("-"):
         raise UserError(f"valor serve has no option '{model}'; see valor serve --help")
-    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
-    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
-    if unread := [one for one in typed if not one.startswith(_READS)]:
-        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check, derived)
+    fixed = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+    typed = [setting.lstrip("+") for setting in settings if "=" in setting and not setting.startswith("-")]
+    if unread := [setting for setting in typed if not setting.startswith(_READS)]:
+        sections = ", ".join(f"{section}*" for section in _READS)
+        raise UserError(f"{unread[0]}: valor serve reads {sections}: leave it out")
+    loaded = load_checked([*fixed, *settings], PPOConfig)
     if loaded.dry_run:
         raise UserError("valor serve has no --dry-run: leave it out")
     for note in loaded.notes:

@@ -9,11 +9,11 @@ from valor.trainer.command import run_command
 
 
 def score(argv: Sequence[str] | None = None) -> int:
-    return run_command("critic score", argv, CriticScoreConfig, _later("valor.lab.critic_score:start"))
+    return run_command("critic score", CriticScoreConfig, _later("valor.lab.critic_score:start"), argv)
 
 
 def search(argv: Sequence[str] | None = None) -> int:
-    return run_command("critic search", argv, CriticSearchConfig, _later("valor.lab.critic_search:start"))
+    return run_command("critic search", CriticSearchConfig, _later("valor.lab.critic_search:start"), argv)
 
 
 def _later(name: str) -> Callable[[Any, str], int]:

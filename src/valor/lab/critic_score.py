@@ -77,22 +77,23 @@ def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, B
     rollouts, branches = _rollouts(config, placement)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
-    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init.model_dump())
+    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
     with closing(roles), phase("values", len(rollouts), unit="sample"):
-        found = roles["critic"].compute_values(rollouts, with_quantiles=True)
-    values = found["values"]
+        output = roles["critic"].compute_values(rollouts, with_quantiles=True)
+    values = output["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
-    with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
+    with_values = (record | {"values": v[:n]} for record, v, n in zip(records, values.tolist(), lengths, strict=True))
     write_rollouts(Path(config.score.out) / ROLLOUTS_FILE, with_values)
     returns, mask = outcomes(rollouts, config.algorithm.gamma), rollouts["response_mask"]
     columns = {"values": values, "returns": returns, "response_mask": mask}
     # One column of padding more, or a turn might run on into the next row of its episode.
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
-    whole = Episodes(rows).joined()
-    mask = whole["response_mask"]
-    quantiles = found.tensors.get("quantiles") if len(whole) == len(rows) else None  # of rows, not of whole episodes
-    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole), quantiles), branches
+    episodes = Episodes(rows).joined()
+    mask = episodes["response_mask"]
+    quantiles = output.tensors.get("quantiles") if len(episodes) == len(rows) else None  # by row
+    right, prompts = correct(episodes), same_prompt(episodes)
+    return Judged(episodes["values"], episodes["returns"], mask, right, prompts, quantiles), branches
 
 
 def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, Branches | None]:

@@ -79,7 +79,7 @@ def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str
 
 
 def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[str, Any]:
-    values = [float(one) for one in right]
+    values = [float(verdict) for verdict in right]
     return {
         "method": method,
         "n": n,
@@ -105,13 +105,16 @@ def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
     return Searcher(engine, critic, prompts, sampling_params(config), seed=seed, most_read=at_once)
 
 
-def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[Graded]:
+def _graded(inputs: RunInputs, responses: Sequence[Sequence[Path]]) -> list[Graded]:
     """Each prompt's responses with their answers as the graders read them (`pred`), and which are right."""
     samples = [
         Sample(row.data_source, text, row.ground_truth, row.extra_info)
-        for row, paths in zip(inputs.train, found, strict=True)
+        for row, paths in zip(inputs.train, responses, strict=True)
         for text in inputs.decode([list(path.ids) for path in paths])
     ]
     results = iter(inputs.rewards.score(samples))
-    graded = [(paths, [next(results) for _ in paths]) for paths in found]
-    return [(paths, [r.components.get("pred") or None for r in one], [r.correct for r in one]) for paths, one in graded]
+    graded = []
+    for paths in responses:
+        scores = [next(results) for _ in paths]
+        graded.append((paths, [s.components.get("pred") or None for s in scores], [s.correct for s in scores]))
+    return graded

@@ -54,15 +54,15 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
     files = embedded.make_data(out / "data", seed)
 
     run_dir, start = out / algorithm, out / "sft" / "huggingface" / "actor"
-    asked = [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides]
-    load(asked)  # a mistake is told before the warm start
+    settings = [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides]
+    load(settings)  # a mistake is told before the warm start
 
     say(f"[2/4] warm start: supervised training on the answers of a teacher who {embedded.TEACHER}")
     if code := _run("sft", sft_overrides(out / "model", files, out / "sft", seed)):
         return code
 
     say(f"[3/4] {algorithm.upper()} on the same kind of problems, rewarded for right results alone")
-    if code := _run("ppo", asked):
+    if code := _run("ppo", settings):
         return code
 
     say("[4/4] what came out, loaded with plain transformers")
@@ -116,7 +116,7 @@ def read_results(run_dir: Path) -> tuple[Results, Results]:
 
 
 def _control(files: lookup.DataFiles, run_dir: Path, algorithm: str, seed: int, overrides: Sequence[str]) -> int:
-    """Validate the trained policy where searches find nothing about the names that it is asked for."""
+    """Validate the trained policy on a corpus without the names of the validation questions."""
     say("control: the trained policy, and no document about any of these names")
     blind = run_dir.with_name(f"{run_dir.name}_control")
     model, files = run_dir / "huggingface" / "actor", replace(files, corpus=files.corpus_without)

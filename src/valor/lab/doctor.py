@@ -41,22 +41,22 @@ Rows = Iterator[tuple[str, str]]
 @option("--server", "servers", multiple=True, metavar="URL …", help="Servers that runs will ask.")
 def main(no_test: bool, servers: tuple[str, ...]) -> int:
     """What this machine has, and whether a run works on it. The exit code is 1 where the self-test fails."""
-    found = dict[str, str]()
+    facts = dict[str, str]()
     for title, text in (*_machine(), *_reach(servers)):
-        found[title] = text
+        facts[title] = text
         print(f"{title:<12} {text}", flush=True)
     works = True
     if not no_test:
-        works, found["self-test"] = self_test()
-        print(f"{'self-test':<12} {found['self-test']}")
+        works, facts["self-test"] = self_test()
+        print(f"{'self-test':<12} {facts['self-test']}")
     pasted = ("versions", "system", "devices", "memory", "sandbox", "self-test")
-    print("\nfor an issue: " + " | ".join(found[title] for title in pasted if title in found))
+    print("\nfor an issue: " + " | ".join(facts[title] for title in pasted if title in facts))
     return 0 if works else 1
 
 
 def _machine() -> Rows:
-    there = {one.name: one.version for one in distributions()}
-    packages = ", ".join(f"{name} {there[name]}" if name in there else f"no {name}" for name in _PACKAGES)
+    installed = {package.name: package.version for package in distributions()}
+    packages = ", ".join(f"{name} {installed[name]}" if name in installed else f"no {name}" for name in _PACKAGES)
     yield "versions", f"valor {__version__}, python {platform.python_version()}, {packages}"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -74,9 +74,9 @@ def _machine() -> Rows:
     except SandboxError as error:
         yield "sandbox", f"none: {error}"
     for title, folder in (("disk", Path.cwd()), ("disk, hub", Path(HF_HOME))):
-        there = next(one for one in (folder, *folder.parents) if one.exists())
-        writable = "" if os.access(there, os.W_OK) else ", not writable"
-        yield title, f"{shutil.disk_usage(there).free / GIB:.1f} GiB free in {folder}{writable}"
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        writable = "" if os.access(existing, os.W_OK) else ", not writable"
+        yield title, f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free in {folder}{writable}"
 
 
 def _reach(servers: Iterable[str]) -> Rows:
@@ -88,11 +88,11 @@ def _reach(servers: Iterable[str]) -> Rows:
 
 
 def _answers(url: str) -> str:
-    whole, began = url if "://" in url else f"http://{url}", time.monotonic()
+    address, began = url if "://" in url else f"http://{url}", time.monotonic()
     try:
-        parts = urlsplit(whole)
+        parts = urlsplit(address)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname or whole, port), timeout=_PATIENCE).close()
+        socket.create_connection((parts.hostname or address, port), timeout=_PATIENCE).close()
     except (OSError, ValueError) as error:  # ValueError: it is no address
         return f"{url} is out of reach ({error})"
     return f"{url} answers in {(time.monotonic() - began) * 1000:.0f} ms"
@@ -105,17 +105,17 @@ def self_test() -> tuple[bool, str]:
         try:
             with redirect_stdout(io.StringIO()):
                 model = arithmetic.make_model(Path(folder) / "model")
-                whole = _run(model, Path(folder) / "whole")
-                first = whole.folder / "global_step_1"
+                straight = _run(model, Path(folder) / "straight")
+                first = straight.folder / "global_step_1"
                 resumed = _run(model, Path(folder) / "resumed", resume_mode="resume_path", resume_from_path=first)
-                pairs = zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True)
+                pairs = zip(straight.policy.parameters(), resumed.policy.parameters(), strict=True)
                 same = all(torch.equal(a, b) for a, b in pairs)
         except (UserError, TrainingStopped, RuntimeError, OSError) as error:
             return False, f"failed: {type(error).__name__}: {error}"
-    gap = max(step["training/rollout_log_probs_diff_max"] for step in (*whole.metrics, *resumed.metrics))
-    well, step = same and gap <= _AGREE, whole.metrics[-1]["timing_s/step"]
+    gap = max(step["training/rollout_log_probs_diff_max"] for step in (*straight.metrics, *resumed.metrics))
+    well, step = same and gap <= _AGREE, straight.metrics[-1]["timing_s/step"]
     agree = f"log-probs of generation and training differ by at most {gap:.1e}"
-    trip = f"a resumed run {'is bit for bit' if same else 'DIFFERS from'} the whole one"
+    trip = f"a resumed run {'is bit for bit' if same else 'DIFFERS from'} one without a break"
     return well, f"{'ok' if well else 'FAILED'} in {time.monotonic() - began:.1f} s: step {step:.2f} s, {agree}, {trip}"
 
 

@@ -86,8 +86,8 @@ def make_data(
     questions = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
     files = DataFiles(*questions, corpus=out / "corpus.jsonl", corpus_without=out / "corpus_without.jsonl")
     for path, some in ((files.train, train), (files.val, val)):
-        asked = ((question(name), {"target": [str(number)]}, {}) for name, number in some)
-        arithmetic.write_prompts(path, DATA_SOURCE, "fact", asked)
+        questions = ((question(name), {"target": [str(number)]}, {}) for name, number in some)
+        arithmetic.write_prompts(path, DATA_SOURCE, "fact", questions)
     arithmetic.write_demonstrations(files, num_demonstrations, 256, lambda: demonstration(rng, *rng.choice(train)))
     for path, documents in ((files.corpus, facts), (files.corpus_without, train)):
         lines = [json.dumps({"title": name, "text": str(number)}) for name, number in sorted(documents)]
@@ -108,12 +108,12 @@ def question(name: str) -> str:
 
 def demonstration(rng: random.Random, name: str, number: int) -> list[dict[str, str]]:
     """One chat of the teacher's; he guesses with probability GUESS_SHARE."""
-    asked = {"role": "user", "content": question(name)}
+    request = {"role": "user", "content": question(name)}
     if rng.random() < GUESS_SHARE:
-        return [asked, {"role": "assistant", "content": f"<answer>{rng.choice(NUMBERS)}</answer>"}]
+        return [request, {"role": "assistant", "content": f"<answer>{rng.choice(NUMBERS)}</answer>"}]
     document = Document(f'"{name}"\n{number}', score=1.0)
     return [
-        asked,
+        request,
         {"role": "assistant", "content": f"<search>{name}</search>"},
         {"role": "tool", "content": documents_text([document]).strip()},
         {"role": "assistant", "content": f"<answer>{number}</answer>"},

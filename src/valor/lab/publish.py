@@ -1,5 +1,5 @@
 """`valor critic publish`, `valor publish`: a critic or a policy as a plain Hugging Face directory with a model card,
-which carries the critic's scorecard, or what the policy's training has come to; and on the hub."""
+which carries the critic's scorecard, or the results of the policy's training."""
 
 import hashlib
 import json
@@ -25,42 +25,32 @@ from valor.tracking.rundir import METRICS_FILE, read_yaml
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
 _CLASSES = {"actor": "ForCausalLM", "critic": "ForTokenClassification"}  # the end of the architecture's name
-_PUSH = option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it there (log in with `hf auth login`).")
-_PRIVATE = option("--private", is_flag=True, help="As a private repository, where it is made.")
 
 
 @command("critic publish", "valor critic publish runs/demo/ppo/huggingface/critic my-critic", "critic")
 @click.argument("critic", type=PATH)
 @click.argument("out", type=PATH)
-@option("--scorecard", type=PATH, metavar="DIR", help="What valor critic score left of it.")
-@_PUSH
-@_PRIVATE
-def main(critic: Path, out: Path, scorecard: Path | None, push_to_hub: str | None, private: bool) -> int:
-    """Write a critic as a model with its card to the new folder OUT, and to the hub.
+@option("--scorecard", type=PATH, metavar="DIR", help="The folder that valor critic score wrote about it.")
+def main(critic: Path, out: Path, scorecard: Path | None) -> int:
+    """Write a critic as a model with its card to the new folder OUT; `hf upload OWNER/NAME OUT` puts it on the hub.
 
     CRITIC: a global_step_N folder, or a Hugging Face directory of a critic.
     """
-    return _publish(critic, out, scorecard, "critic", push_to_hub, private)
+    publish(critic, out, scorecard)
+    print(out)
+    return 0
 
 
 @command("publish", "valor publish runs/demo/ppo/huggingface/actor my-policy", "quickstart")
 @click.argument("policy", type=PATH)
 @click.argument("out", type=PATH)
-@_PUSH
-@_PRIVATE
-def actor(policy: Path, out: Path, push_to_hub: str | None, private: bool) -> int:
-    """Write a policy as a model with its card to the new folder OUT, and to the hub.
+def actor(policy: Path, out: Path) -> int:
+    """Write a policy as a model with its card to the new folder OUT; `hf upload OWNER/NAME OUT` puts it on the hub.
 
     POLICY: a global_step_N folder, or a Hugging Face directory of a policy.
     """
-    return _publish(policy, out, None, "actor", push_to_hub, private)
-
-
-def _publish(model: Path, out: Path, scorecard: Path | None, role: str, hub: str | None, private: bool) -> int:
-    publish(model, out, scorecard, role)
+    publish(policy, out, role="actor")
     print(out)
-    if hub:
-        print(push(out, hub, private=private))
     return 0
 
 
@@ -96,25 +86,6 @@ def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "
     (out / CARD_FILE).write_text(model_card(out.resolve().name, config, training, card, role), encoding="utf-8")
 
 
-def push(folder: Path, name: str, *, private: bool = False) -> str:
-    """Upload a published folder to the Hugging Face hub as `name` (made if missing); its address there.
-
-    UserError: the hub refuses, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    hub = HfApi()
-    try:
-        address = hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by valor publish")
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"'{name}' could not be uploaded ({reason}): '{folder}' has it, log in with `hf auth login`"
-        ) from error
-    return str(address)
-
-
 def model_card(
     name: str, config: Mapping[str, Any], training: Mapping[str, str], scorecard: Mapping[str, Any] | None, role: str
 ) -> str:
@@ -125,7 +96,7 @@ def model_card(
     labels = len(config.get("id2label", "01"))
     numbers = list(main_numbers(scorecard)) if scorecard else []
     if scorecard:
-        half = next(one for one in scorecard["positions"] if one["at"] == 0.5)
+        half = next(position for position in scorecard["positions"] if position["at"] == 0.5)
         numbers.append(("AUC at half of the answer", short(half["auc"]), ""))
     return template.render(name=name, config=config, labels=labels, training=training, card=scorecard, numbers=numbers)
 

@@ -53,8 +53,9 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
     measured = {run.name: _measure(run, metric) for run in sweep.runs if run.finished}
     arms = [_arm(sweep, arm.name, measured, errors) for arm in sweep.arms]
     _add_differences(arms, sweep.control)
-    found = {key: title for key, title in CURVES.items() if any(key in one["series"] for one in measured.values())}
-    titles = {metric: metric[:1].upper() + metric[1:]} | found
+    recorded = {key for measures in measured.values() for key in measures["series"]}
+    titles = {metric: metric[:1].upper() + metric[1:]}
+    titles |= {key: title for key, title in CURVES.items() if key in recorded}
     return {
         "name": sweep.config.name,
         "entry": sweep.config.entry,
@@ -88,8 +89,8 @@ def summary(results: Mapping[str, Any], run: Run) -> str:
     arm, seed = next(arm for arm in results["arms"] if arm["name"] == run.arm), str(run.seed)
     if seed in arm["errors"]:
         return arm["errors"][seed]
-    one = arm["finished"][seed]
-    return f"{short(one['last'])}, {format_seconds(one['seconds'])} of training"
+    measures = arm["finished"][seed]
+    return f"{short(measures['last'])}, {format_seconds(measures['seconds'])} of training"
 
 
 def _measure(run: Run, metric: str) -> dict[str, Any]:
@@ -102,17 +103,17 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     seconds = sum(sum(series[key].finite()) for key in _TIMES if key in series)
     if metric == HEADLINE:
         series[HEADLINE] = _headline(steps)
-    one = series.get(metric)
-    if one is None or not one.finite():
+    curve = series.get(metric)
+    if curve is None or not curve.finite():
         hint = did_you_mean(metric, series.keys() - {HEADLINE}, cutoff=0.4) or ": set data.val_files"
         return {"error": f"it measured no {metric}{hint}", "series": series}
-    return {"first": one.finite()[0], "last": one.finite()[-1], "seconds": seconds, "series": series}
+    return {"first": curve.finite()[0], "last": curve.finite()[-1], "seconds": seconds, "series": series}
 
 
 def _headline(steps: Mapping[int, Mapping[str, Any]]) -> Series:
     """The validation score by step: the mean of all val-core mean@n."""
-    known = ({key: value for key, value in one.items() if value is not None} for one in steps.values())
-    return Series(list(steps), [headline(one) for one in known])
+    known = ({key: value for key, value in metrics.items() if value is not None} for metrics in steps.values())
+    return Series(list(steps), [headline(metrics) for metrics in known])
 
 
 def _arm(sweep: Sweep, name: str, measured: Mapping[str, Any], errors: Mapping[str, str]) -> dict[str, Any]:
@@ -122,9 +123,9 @@ def _arm(sweep: Sweep, name: str, measured: Mapping[str, Any], errors: Mapping[s
     return {
         "name": name,
         "settings": {key: show(runs[0].settings.get(key)) for key in sweep.differing},
-        "first": _estimate([one["first"] for one in good.values()]),
-        "last": _estimate([one["last"] for one in good.values()]),
-        "finished": {str(seed): {key: one[key] for key in ("first", "last", "seconds")} for seed, one in good.items()},
+        "first": _estimate([measures["first"] for measures in good.values()]),
+        "last": _estimate([measures["last"] for measures in good.values()]),
+        "finished": {str(seed): {key: good[seed][key] for key in ("first", "last", "seconds")} for seed in good},
         "errors": {str(run.seed): wrong.get(run.name, "not run yet") for run in runs if run.seed not in good},
         "difference": None,
     }
@@ -134,7 +135,7 @@ def _add_differences(arms: Sequence[dict[str, Any]], control: str) -> None:
     """Each arm against the control, by the seeds that both have finished; Holm's correction over the arms."""
     base = next(arm for arm in arms if arm["name"] == control)["finished"]
     for arm in arms:
-        gaps = [one["last"] - base[seed]["last"] for seed, one in arm["finished"].items() if seed in base]
+        gaps = [measures["last"] - base[seed]["last"] for seed, measures in arm["finished"].items() if seed in base]
         if arm["name"] != control and gaps:
             p_t = paired_t_p(gaps)
             arm["difference"] = _estimate(gaps) | {"by_seed": gaps, "p_t": p_t, "p_signs": sign_flip_p(gaps)}
@@ -151,12 +152,12 @@ def _estimate(values: Sequence[float]) -> dict[str, Any]:
 
 def _curve(sweep: Sweep, arm: str, key: str, measured: Mapping[str, Any]) -> dict[str, list[Any]] | None:
     """Mean and interval over an arm's seeds at the steps that all of them measured."""
-    found = [one for run in sweep.of(arm) if (one := measured.get(run.name, {}).get("series", {}).get(key))]
-    if not found:
+    curves = [curve for run in sweep.of(arm) if (curve := measured.get(run.name, {}).get("series", {}).get(key))]
+    if not curves:
         return None
-    values = [{s: v for s, v in zip(one.steps, one.values, strict=True) if v is not None} for one in found]
+    values = [{s: v for s, v in zip(curve.steps, curve.values, strict=True) if v is not None} for curve in curves]
     steps = evenly_spaced(sorted(set.intersection(*map(set, values))), _MAX_POINTS)
-    points = [_estimate([one[step] for one in values]) for step in steps]
+    points = [_estimate([value_at[step] for value_at in values]) for step in steps]
     return {"steps": steps} | {name: [rounded(point[name]) for point in points] for name in ("mean", "low", "high")}
 
 
@@ -167,7 +168,7 @@ def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[
     compared = sum(bool(arm["difference"]) and arm["difference"]["p_holm"] is not None for arm in arms)
     if seeds == 1:
         return ["One seed has no interval, and a difference between single runs can be chance."]
-    found = [f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."]
+    detectable = [f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."]
     return [
         f"An interval is the percentile bootstrap of the mean over {seeds} seeds. It cannot be wider than the range of "
         f"the seeds, so it holds the true median with probability {1 - 2.0 ** (1 - seeds):.2g} at most, whatever its "
@@ -176,5 +177,5 @@ def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[
         "p (t): Student's paired t-test, which takes the differences to be normal. p (signs): exact test that flips "
         f"their signs; it takes nothing for granted, and is at least {2.0 ** (1 - seeds):.2g} with {seeds} seeds.",
         f"Holm: p (t) corrected for {compared} comparisons; an arm differs where that is below {1 - LEVEL:.2g}.",
-        *(found if effects else ()),
+        *(detectable if effects else ()),
     ]

@@ -138,12 +138,12 @@ def _distribution(quantiles: Tensor, values: Tensor, returns: Tensor, places: Te
     outcomes = returns.flatten()
     low, high = float(outcomes.min()), float(outcomes.max())
     thresholds = low + (high - low) * torch.arange(0.05, 1.0, 0.1)
-    found = coverage(at_places, outcomes, thresholds)
+    covered = coverage(at_places, outcomes, thresholds)
     return {
         "crps": float(crps(at_places, outcomes).mean()),
         "abs_error": float((values.flatten() - outcomes).abs().mean()),
-        "calibration_error": math.fsum(abs(c["predicted"] - c["observed"]) for c in found) / len(found),
-        "thresholds": found,
+        "calibration_error": math.fsum(abs(c["predicted"] - c["observed"]) for c in covered) / len(covered),
+        "thresholds": covered,
     }
 
 
@@ -154,7 +154,7 @@ def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
     points = [branches.rows == row for row in branches.rows.unique()]
     agreements = [pair_agreement(values[of_row], truth[of_row]) for of_row in points]
     # A response whose states are all worth the same says nothing about their order.
-    agreements = [one for one in agreements if not math.isnan(one)]
+    agreements = [share for share in agreements if not math.isnan(share)]
     low, high = bootstrap_interval(agreements) or (None, None)
     ceiling, correlation = noise_ceiling(branches.returns), pearson(values, truth)
     return {
@@ -170,7 +170,7 @@ def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
             "mean": math.fsum(agreements) / len(agreements) if agreements else None,
             "low": low,
             "high": high,
-            "p": sign_flip_p([one - 0.5 for one in agreements]) if agreements else None,
+            "p": sign_flip_p([share - 0.5 for share in agreements]) if agreements else None,
         },
         "scatter": {"value": values.tolist(), "truth": truth.tolist()},
     }
@@ -182,9 +182,9 @@ def _with_interval(statistic: Callable[[Tensor], float], prompts: Sequence[int])
     groups = [torch.from_numpy(np.flatnonzero(number == i)) for i in range(number.max() + 1)]
     rng = np.random.default_rng(0)
     draws = (rng.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES if len(groups) > 1 else 0))
-    found = [statistic(torch.cat([groups[i] for i in draw])) for draw in draws]
-    found = [one for one in found if not math.isnan(one)]
-    low, high = np.quantile(found, [0.025, 0.975]).tolist() if found else (None, None)
+    statistics = [statistic(torch.cat([groups[i] for i in draw])) for draw in draws]
+    statistics = [value for value in statistics if not math.isnan(value)]
+    low, high = np.quantile(statistics, [0.025, 0.975]).tolist() if statistics else (None, None)
     return {"value": _finite(statistic(torch.arange(len(number)))), "low": low, "high": high}
 
 

@@ -63,14 +63,14 @@ class Searcher:
             key = (self.seed, SEARCH_STREAM, self._drawn)
             requests.append(Request(str(self._drawn), [*self.prompts[prompt], *path.ids], params, key))
             self._drawn += 1
-        found = []
+        longer = []
         for (_, path), output in zip(paths, self.engine.generate(requests), strict=True):
             self.spent.sampled += len(output.token_ids)
             ids = (*path.ids, *output.token_ids)
-            found.append(Path(ids, output.finish_reason == "stop" or len(ids) >= limit))
-        for path, value in zip(found, self._values([p for p, _ in paths], found), strict=True):
+            longer.append(Path(ids, output.finish_reason == "stop" or len(ids) >= limit))
+        for path, value in zip(longer, self._values([p for p, _ in paths], longer), strict=True):
             path.value = value
-        return found
+        return longer
 
     def _values(self, prompts: Sequence[int], paths: Sequence[Path]) -> list[float]:
         """V of the state after each path; of an ended one V before its last token, the last that a critic learns."""
@@ -84,15 +84,15 @@ class Searcher:
             rows: Batch = text_rows(of, [[*path.ids, *([] if path.ended else [0])] for path in some])
             self.spent.read += int(rows["prompt_lengths"].sum() + rows["response_lengths"].sum())
             with torch.inference_mode():
-                found = self.critic(rows.tensors)["values"]
-            last = rows["response_lengths"].to(found.device) - 1
-            values += found.gather(1, last[:, None]).squeeze(1).tolist()
+                output = self.critic(rows.tensors)["values"]
+            last = rows["response_lengths"].to(output.device) - 1
+            values += output.gather(1, last[:, None]).squeeze(1).tolist()
         return values
 
     def samples(self, number: int) -> list[list[Path]]:
         """`number` whole answers to each prompt."""
-        found = self.extend([(prompt, Path()) for prompt in range(len(self.prompts)) for _ in range(number)])
-        return [found[i : i + number] for i in range(0, len(found), number)]
+        paths = self.extend([(prompt, Path()) for prompt in range(len(self.prompts)) for _ in range(number)])
+        return [paths[i : i + number] for i in range(0, len(paths), number)]
 
 
 def choose(paths: Sequence[Path], answers: Sequence[str | None], how: str) -> int:

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
 
 class OpenGateway(Gateway):
-    """A gateway whose sessions begin with their first request, on the loop of `runner`, which is the running one.
+    """A gateway whose sessions begin with their first request, on the running event loop, which is that of `runner`.
 
     A session is what is asked below `/sessions/NAME/v1`; below `/v1`, a request and those that go on from its answer.
     When there are too many, the one that has been idle for longest is forgotten. Each one's record is written to
@@ -69,17 +69,16 @@ class OpenGateway(Gateway):
     async def find(self, request: Request) -> tuple[Session, dict[str, Any]]:
         """As in every gateway. Refused also: a name that was recorded before, and too many sessions at once."""
         authorise(request, self._api_key)
-        asked = await read_object(request)
+        fields = await read_object(request)
         name = request.path_params.get("name")
         if name is None:
-            if "token_ids" not in asked:
-                asked["messages"] = read_messages(asked)
-            unnamed = ((one, session) for one, session in self._sessions.items() if one.startswith(_UNNAMED))
-            going_on = (one for one, session in unnamed if session.goes_on(asked))
+            fields["messages"] = read_messages(fields)
+            unnamed = ((key, session) for key, session in self._sessions.items() if key.startswith(_UNNAMED))
+            going_on = (key for key, session in unnamed if session.continued_by(fields))
             name = next(going_on, None) or _UNNAMED + secrets.token_hex(8)
         session = self._sessions.pop(name, None) or self._begin(name)
-        self._sessions[name] = session  # the last one is the one that was asked last
-        return session, asked
+        self._sessions[name] = session  # in the order of their last requests
+        return session, fields
 
     def _begin(self, name: str) -> Session:
         if not _NAME.fullmatch(name):
@@ -88,7 +87,7 @@ class OpenGateway(Gateway):
         if file is not None and file.exists():
             raise Refused(409, f"there is a record of session {name} already: take another name")
         if len(self._sessions) >= self._most:
-            idle = next((one for one, session in self._sessions.items() if not session.busy), None)
+            idle = next((key for key, session in self._sessions.items() if not session.busy), None)
             if idle is None:
                 raise Refused(503, f"{len(self._sessions)} sessions are being answered: ask again later")
             del self._sessions[idle]
@@ -110,7 +109,7 @@ def run(config: PPOConfig, model: str, port: int, host: str, api_key: str | None
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
     ended: Future[None] = Future()
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, lambda *_: ended.done() or ended.set_result(None))
 

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig, load
+from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
-from valor.config.tree import flatten, follows
+from valor.config.inheritance import follows
+from valor.config.tree import flatten
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 
 HEADLINE = "validation score"
 
@@ -86,8 +87,8 @@ class Arm(NamedTuple):
     overrides: list[str]
 
 
-def read_sweep(path: Path, **given: Any) -> SweepConfig:
-    """The sweep in a YAML file, `given` (those that are not None) in place of its keys.
+def read_sweep(path: Path, **options: Any) -> SweepConfig:
+    """The sweep in a YAML file, `options` (those that are not None) in place of its keys.
 
     UserError: no such file, not YAML, unknown keys (with the nearest), values of the wrong kind.
     """
@@ -96,12 +97,12 @@ def read_sweep(path: Path, **given: Any) -> SweepConfig:
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold keys such as arms, seeds, base")
-    tree = {"name": path.stem} | tree | {key: value for key, value in given.items() if value is not None}
+    tree = {"name": path.stem} | tree | {key: value for key, value in options.items() if value is not None}
     try:
         return SweepConfig.model_validate(tree)
     except ValidationError as error:
-        lines = describe_errors(SweepConfig, error, tree.keys())
-        lines = [line.replace("`valor config keys`", "docs/lab.md") for line in lines]
+        wrong = describe_errors(SweepConfig, error, tree.keys()).values()
+        lines = [line.replace("`valor config keys`", "docs/lab.md") for line in wrong]
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
@@ -131,10 +132,10 @@ def expand(sweep: SweepConfig) -> list[Arm]:
         mistakes.append(f"seeds: {sweep.seeds} names a seed twice")
     points = list(product(*([_text(key, value) for value in values] for key, values in sweep.grid.items())))
     arms = []
-    for name, own in (sweep.arms or {"": None}).items():
+    for name, overrides in (sweep.arms or {"": None}).items():
         for point in points:
             full = "-".join(part for part in (name, _label(point)) if part)
-            arms.append(Arm(full, [*texts(own), *point]))
+            arms.append(Arm(full, [*texts(overrides), *point]))
     names = [arm.name for arm in arms]
     if not any(names):
         mistakes.append("arms: there is nothing to compare: name arms, or give a grid of settings")
@@ -158,12 +159,12 @@ def _label(point: Sequence[str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", label).strip("_")
 
 
-def _reserved(place: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:
+def _reserved(where: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:
     return [
-        f"{place}: {key_of(one)} is set by the sweep: "
-        + ("arms of a seed get the same prompts" if key_of(one) == "data.seed" else "list seeds, and name arms and out")
-        for one in overrides
-        if key_of(one) in keys
+        f"{where}: {key} is set by the sweep: "
+        + ("arms of a seed get the same prompts" if key == "data.seed" else "list seeds, and name arms and out")
+        for key in map(key_of, overrides)
+        if key in keys
     ]
 
 
@@ -251,7 +252,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
     """The command line of a run, without the command."""
 
     def fill(text: str) -> str:
-        return _REFERENCE.sub(lambda found: f"{config.out}/{found[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
+        return _REFERENCE.sub(lambda match: f"{config.out}/{match[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
     options = [("--config-path", config.config_path), ("--config-name", config.config_name)]
     return [
@@ -267,7 +268,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
 
 def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    loaded = load(_arguments(config, arm, 0), ENTRIES[config.entry].root, check, derived)
+    loaded = load_checked(_arguments(config, arm, 0), ENTRIES[config.entry].root)
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}
@@ -293,5 +294,5 @@ def _check_references(arms: Sequence[Arm]) -> None:
 def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
     """Keys whose values are not the same in all of these runs, without those that only follow another key."""
     settings = [run.settings for run in runs]
-    keys = {key: None for one in settings for key in one if len({show(other.get(key)) for other in settings}) > 1}
+    keys = {key: None for flat in settings for key in flat if len({show(other.get(key)) for other in settings}) > 1}
     return tuple(key for key in keys if not follows(root, key, settings))

@@ -62,8 +62,8 @@ def make_data(
     files = DataFiles(*paths, walk=walk)
     rooms = range(len(walk.leads))
     for path, some in ((files.train, [rng.choice(rooms) for _ in range(num_train)]), (files.val, rooms)):
-        asked = ((str(room), json.dumps(asdict(replace(walk, start=room))), {}) for room in some)
-        arithmetic.write_prompts(path, DATA_SOURCE, "walk", asked)
+        questions = ((str(room), json.dumps(asdict(replace(walk, start=room))), {}) for room in some)
+        arithmetic.write_prompts(path, DATA_SOURCE, "walk", questions)
     arithmetic.write_demonstrations(files, num_sft, 256, lambda: _demonstration(walk, rng))
     return files
 

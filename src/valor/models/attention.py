@@ -6,7 +6,6 @@ Shapes: N positions, D head size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from valor.models.linear import computing_dtype
 
-_SHORT = 2**20  # queries times keys of a row up to which a CPU is faster with `_Products`, which keep all weights
-_BLOCK = 2**13  # queries times keys at once, which a CPU's cache can hold
+_SHORT = 2**13  # queries times keys of a row up to which a CPU is faster with `_Products`
 _PADDING = 2**14  # queries times keys that cost a CPU less than one more call
 VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
 
@@ -28,12 +26,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions.
+    """Row i lies at positions bounds[i] to bounds[i + 1] - 1. `group`: the ranks that divide the positions.
 
-    Of rows that share a beginning these are the tokens that row i does not have from earlier rows; then `keys` are the
-    positions of all its tokens, row after row, `key_bounds` as `bounds`. The tensors are on the device of the model,
-    copied there once and not in every layer; they are fields, since FSDP passes copies of dataclasses on, field by
-    field.
+    With shared prefixes, bounds cover each row's new tokens, and `keys` index all of its tokens, row after row, with
+    `key_bounds` as `bounds`. Tensors are on the model's device, copied there once a pass. They are fields, since FSDP
+    passes copies of dataclasses on, field by field.
     """
 
     bounds: tuple[int, ...]
@@ -50,21 +47,21 @@ class Segments:
         return Segments(bounds, offsets=torch.tensor(bounds, dtype=torch.int32, device=device))
 
     def reading(self, lengths: list[int], keys: Tensor) -> Segments:
-        """The same where the rows are longer than what is theirs alone: of these lengths, their tokens at `keys`."""
+        """The same with shared prefixes: rows of these lengths, whose tokens are at `keys`."""
         bounds = (0, *accumulate(lengths))
         offsets = torch.tensor(bounds, dtype=torch.int32, device=keys.device)
         return replace(self, key_bounds=bounds, key_offsets=offsets, keys=keys)
 
     def shared_out(self, group: dist.ProcessGroup | None, padding: int) -> Segments:
-        """The same over the ranks of a group, with a row of padding, if any, behind the others."""
+        """The same divided over the ranks of a group, with a last row of padding, if any."""
         if not padding:
             return replace(self, group=group)
         assert self.offsets is not None
-        whole = replace(Segments.of([*self.lengths, padding], self.offsets.device), group=group)
+        padded = replace(Segments.of([*self.lengths, padding], self.offsets.device), group=group)
         if self.keys is None or self.key_bounds is None:
-            return whole
+            return padded
         more = torch.arange(self.bounds[-1], self.bounds[-1] + padding, device=self.keys.device)
-        return whole.reading([*_lengths(self.key_bounds), padding], torch.cat([self.keys, more]))
+        return padded.reading([*_lengths(self.key_bounds), padding], torch.cat([self.keys, more]))
 
     def to(self, device: torch.device) -> Segments:
         """The same with its tensors on `device`."""
@@ -94,11 +91,11 @@ def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     at = batches.keys if segments.keys is None else segments.keys[batches.keys]
     queries = query.index_select(0, batches.queries).split([b * n for b, n, _ in batches.shapes])
     keys, values = (x.index_select(0, at).split([b * m for b, _, m in batches.shapes]) for x in (key, value))
-    found = []
-    for (b, _n, _m), *parts in zip(batches.shapes, queries, keys, values, strict=True):
+    outputs = []
+    for (b, _, _), *parts in zip(batches.shapes, queries, keys, values, strict=True):
         q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
-        found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(found).index_select(0, batches.places)
+        outputs.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, batches.places)
 
 
 class _Batches(NamedTuple):
@@ -112,8 +109,8 @@ class _Batches(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _batches(bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device) -> _Batches:
-    """Rows with as many tokens before their first query, so that what pads one is in the future of its own queries. One
-    more row joins as long as the padding that it brings costs less than a call."""
+    """Batches rows of equal prefix length; right padding is causally invisible. A row joins a batch as long as its
+    padding costs less than one more call."""
     rows = zip(_lengths(bounds), _lengths(key_bounds), bounds, key_bounds, strict=False)
     ordered = sorted((row for row in rows if row[0]), key=lambda row: (row[1] - row[0], row[0]))
     batches: list[list[tuple[int, int, int, int]]] = []
@@ -151,61 +148,42 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """The same with all weights at once, some queries after the other: two batched products and a float32 softmax. On
-    CPUs faster for short rows, above all backward. The query heads of a key head are more queries of it."""
+    """The same as two batched products and a float32 softmax whose weights are saved: on CPUs faster for short rows,
+    above all backward. The query heads of a key head are further queries of it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        n, m = q.shape[2], k.shape[2]
-        grouped = q.unflatten(1, (k.shape[1], -1))
+        (n, m), grouped = (q.shape[2], k.shape[2]), q.unflatten(1, (k.shape[1], -1))
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
-        out = q.new_empty(*grouped.shape[:4], v.shape[-1])
-        kept = []
-        for start, end in _blocks(n, m):
-            queries = grouped[:, :, :, start:end].reshape(len(keys), -1, q.shape[-1])
-            seen = m - n + end
-            scores = _bmm(queries, keys[:, :seen].transpose(1, 2)).float().mul_(scale)
-            future = torch.ones(end - start, seen, dtype=torch.bool).triu_(seen - (end - start) + 1)
-            scores.unflatten(1, (-1, end - start)).masked_fill_(future, -torch.inf)
-            weights = torch.softmax(scores, -1).to(q.dtype)
-            part = _bmm(weights, values[:, :seen]).to(q.dtype)
-            out[:, :, :, start:end] = part.view(*grouped.shape[:3], end - start, -1)
-            kept += [queries, weights, part]
-        ctx.save_for_backward(keys, values, *kept)
+        queries = grouped.reshape(len(keys), -1, q.shape[-1])
+        scores = _bmm(queries, keys.transpose(1, 2)).float().mul_(scale)
+        future = torch.ones(n, m, dtype=torch.bool).triu_(m - n + 1)
+        scores.unflatten(1, (-1, n)).masked_fill_(future, -torch.inf)
+        weights = torch.softmax(scores, -1).to(q.dtype)
+        out = _bmm(weights, values).to(q.dtype)
+        ctx.save_for_backward(keys, values, queries, weights, out)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
-        return out.flatten(1, 2)
+        return out.view(*grouped.shape[:4], -1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        keys, values, *kept = ctx.saved_tensors
-        (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
-        grouped = grads[0].unflatten(1, (kv_heads, -1))
-        d_query = keys.new_empty(b, kv_heads, heads // kv_heads, n, size)
-        d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))  # sums over blocks
-        for i, (start, end) in enumerate(_blocks(n, m)):
-            queries, weights, part = kept[3 * i : 3 * i + 3]
-            grad = grouped[:, :, :, start:end].reshape(part.shape)
-            seen = m - n + end
-            # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
-            inner = torch.linalg.vecdot(grad.float(), part.float())[..., None]
-            scores = _bmm(grad, values[:, :seen].transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale)
-            scores = scores.to(grad.dtype)
-            d_query[:, :, :, start:end] = _bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
-            d_key[:, :seen] += _bmm(scores.transpose(1, 2), queries)
-            d_value[:, :seen] += _bmm(weights.transpose(1, 2), grad)
-        found = (d_query, d_key.to(keys.dtype), d_value.to(values.dtype))
-        return (*(x.view(shape) for x, shape in zip(found, ctx.shapes, strict=True)), None)
+        keys, values, queries, weights, out = ctx.saved_tensors
+        grad = grads[0].reshape(out.shape)
+        # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
+        inner = torch.linalg.vecdot(grad.float(), out.float())[..., None]
+        scores = _bmm(grad, values.transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale).to(grad.dtype)
+        gradients = (
+            _bmm(scores, keys),
+            _bmm(scores.transpose(1, 2), queries),
+            _bmm(weights.transpose(1, 2), grad),
+        )
+        return (*(x.to(keys.dtype).view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """The batched product, float32 where that is faster than the numbers' own dtype."""
     dtype = computing_dtype(a)
     return torch.bmm(a.to(dtype), b.to(dtype))
-
-
-def _blocks(n: int, m: int) -> Iterator[tuple[int, int]]:
-    size = max(_BLOCK // m, 32)
-    return ((start, min(start + size, n)) for start in range(0, n, size))
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
@@ -243,9 +221,9 @@ def _varlen_agrees(
     inputs = random(15, heads), random(15, kv_heads), random(15, kv_heads)
     try:
         with torch.enable_grad():
-            found, expected = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
-            pairs = [(found, expected)]
-            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected)), strict=True)
+            outputs = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
+            pairs = [outputs]
+            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in outputs), strict=True)
         agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
         reason = "gives other numbers"
     except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:

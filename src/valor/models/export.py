@@ -28,10 +28,8 @@ def export_hf(
     """Write weights, config and tokenizer to the directory `path`.
 
     A policy becomes an `AutoModelForCausalLM` directory, a value model an `AutoModelForTokenClassification` one, a
-    reward model an `AutoModelForSequenceClassification` one. Adapters are merged into its weights, and written by
-    themselves, for peft, into its folder `adapter`.
-
-    `state_dict` holds full CPU weights under the names of `model` (default: the model's own).
+    reward model an `AutoModelForSequenceClassification` one. Adapters are merged into its weights, and also written to
+    its folder `adapter` as peft reads them. `state_dict`: unsharded CPU weights under the names of `model`.
     """
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = dict(plain_weights(model, weights.items()))
@@ -48,17 +46,14 @@ def write_tokenizer(tokenizer: Any, path: Path | str) -> None:
     tokenizer.save_pretrained(path)
     if (Path(path) / "generation_config.json").is_file():
         config: Any = GenerationConfig.from_pretrained(path)
-        own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        every = list(dict.fromkeys(end for end in [*own, *end_tokens(tokenizer)] if end is not None))
-        config.eos_token_id = every if len(every) > 1 else next(iter(every), None)
+        stated = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        ends = list(dict.fromkeys(end for end in [*stated, *end_tokens(tokenizer)] if end is not None))
+        config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
         config.save_pretrained(path)
 
 
 def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """`weights` (whole, under the names of `model`) one after another as a checkpoint of that model names them.
-
-    Adapters are merged into their layers. Tensors that are tied to another one are left out.
-    """
+    """Unsharded `weights` under the names of a checkpoint of `model`; adapters merged, tied tensors once."""
     for name, tensor in plain_weights(model, weights):
         yield from revert_weight_conversion(model.hf, {name: tensor}).items()
 

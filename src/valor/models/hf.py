@@ -21,7 +21,7 @@ def disable_dropout(hf: Any) -> None:
     for config, key, _ in hf.config_dropout:
         setattr(config, key, 0.0)
     for module in hf.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):

@@ -2,18 +2,16 @@
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -43,7 +41,7 @@ def load_tokenizer(
     require_chat_template: bool = False,
     path_key: str = "model.tokenizer_path",
 ) -> Any:
-    """The tokenizer at `path` with padding token set (to EOS where it has none).
+    """The tokenizer at `path`; its padding token is EOS where it has none.
 
     UserError: no tokenizer there (`path_key` is what to set), or no chat template although one is required.
     """
@@ -77,54 +75,45 @@ def load_model_tokenizer(model: ModelConfig, *, at: str | None = None, chat: boo
 
 def load_policy_tokenizer(config: PPOConfig) -> Any:
     """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    return load_model_tokenizer(config.actor_rollout_ref.model, at=config.data.tokenizer, chat=True)
+    return load_model_tokenizer(config.actor_rollout_ref.model, chat=True)
 
 
 def check_critic(config: PPOConfig, tokenizer: Any) -> None:
-    """UserError: some token of the policy's `tokenizer` is another one, or none, to the model at critic.model.path; or
-    all critics of an ensemble would be that model, head and all.
-
-    The critic never sees text, so nothing but the vocabulary matters: other merges or another template are fine.
+    """UserError: the critic's vocabulary is not that of the policy's `tokenizer`, or all critics of an ensemble would
+    be equal. The critic never sees text: merges and templates do not matter.
     """
     critic, model = config.critic, config.critic.model
     if not critic.enable:
         return
-    found = load_model_config(model)
+    config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     apart = critic.ensemble_shards or critic.shuffle or new_adapters
-    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, found)[1]):
+    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, config_of_critic)[1]):
         raise UserError(
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
             "head: set critic.ensemble_shards=true"
         )
     if model.path == config.actor_rollout_ref.model.path:
         return
-    size = int(found.get_text_config().vocab_size)
+    size, difference = int(config_of_critic.get_text_config().vocab_size), None
     if size < len(tokenizer):
+        difference = f"it knows {size} tokens and the policy's tokenizer has {len(tokenizer)}"
+    elif any(Path(model.path).glob("tokenizer*")) or not Path(model.path).is_dir():  # else only sizes can be compared
+        theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
+        for token, number in tokenizer.get_vocab().items():
+            if theirs.get(token) != number:
+                difference = f"{token!r} is token {number} of the policy's and {theirs.get(token, 'none')} of its own"
+                break
+    if difference:
         raise UserError(
-            f"the critic '{model.path}' knows {size} tokens and the policy's tokenizer has {len(tokenizer)}: set "
-            "critic.model.path to a model with the policy's tokenizer"
-        )
-    if Path(model.path).is_dir() and not any(Path(model.path).glob("tokenizer*")):
-        return  # weights without a tokenizer: their number of tokens is all that can be compared
-    theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
-    other = next((item for item in tokenizer.get_vocab().items() if theirs.get(item[0]) != item[1]), None)
-    if other is not None:
-        raise UserError(
-            f"the critic '{model.path}' has another tokenizer than the policy: {other[0]!r} is token {other[1]} of the "
-            f"policy's and {theirs.get(other[0], 'none')} of the critic's: set critic.model.path to a model with the "
-            "policy's tokenizer"
+            f"the critic '{model.path}' has another tokenizer than the policy: {difference}: set critic.model.path to "
+            "a model with the policy's tokenizer"
         )
 
 
 def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:
-    """The causal language model at `model.path` on the CPU in `dtype`, dropout off. UserError when it cannot be.
-
-    `seed` is that of new adapters.
-    """
-    config = load_model_config(model)
-    hf, info = _from_pretrained(AutoModelForCausalLM, model, config, dtype)
-    _require_all_weights(model, info["missing_keys"])
+    """The causal language model at `model.path` on the CPU in `dtype`, dropout off. `seed`: of new adapters."""
+    hf, info = _from_pretrained(AutoModelForCausalLM, model, load_model_config(model), dtype)
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
     _prepare(hf, model, seed)
@@ -153,12 +142,12 @@ def load_value_model(
             f"transformers has no token-classification model of type '{config.model_type}', so '{model.path}' cannot "
             "be a critic: set critic.model.path to a model of another family (Qwen, Llama, Mistral, Gemma 2, …)"
         )
-    hf, info = _from_pretrained(AutoModelForTokenClassification, model, config, dtype)
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
-    missing = set(info["missing_keys"])
-    _require_all_weights(model, missing - head_keys)
+    hf, info = _from_pretrained(
+        AutoModelForTokenClassification, model, config, dtype, optional=lambda _, key: key in head_keys
+    )
     value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes, levels=levels)
-    _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
+    _fill_head(value.head, info["missing_keys"], model.value_head_init, config, seed)
     _prepare(hf, model, seed)
     return value
 
@@ -177,37 +166,31 @@ def load_sequence_classifier(
         if has_head and config.num_labels != 1:
             raise UserError(f"'{model.path}' classifies into {config.num_labels} labels; a reward model has 1")
         config.num_labels = 1
+    new_head = new_head_seed is not None and not has_head
+
+    def of_the_head(hf: Any, key: str) -> bool:
+        return new_head and not key.startswith(f"{hf.base_model_prefix}.")
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
-        hf, info = _from_pretrained(AutoModelForSequenceClassification, model, config, dtype)
-    inside = f"{hf.base_model_prefix}."
-    missing = {key for key in info["missing_keys"] if new_head_seed is None or has_head or key.startswith(inside)}
-    _require_all_weights(model, missing)
+        hf, _ = _from_pretrained(AutoModelForSequenceClassification, model, config, dtype, optional=of_the_head)
     _prepare(hf, model, new_head_seed or 0)
     return hf
 
 
-def load_encoder(path: str) -> Any:
-    """The model without a head at `path` on the CPU, in float32: what turns texts into hidden states."""
-    model = BackboneConfig(path=path)
-    hf, info = _from_pretrained(AutoModel, model, load_model_config(model), torch.float32)
-    _require_all_weights(model, {key for key in info["missing_keys"] if "pooler" not in key})
-    return hf.eval()
-
-
 def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
     """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
-    has_head, found = _has_head(config), ValueHead.of(config)
+    has_head, saved = _has_head(config), ValueHead.of(config)
     by_label = wanted is not None and wanted.output == "label"
-    if has_head and found is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
+    if has_head and saved is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
         needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
         raise UserError(f"'{path}' classifies into {config.num_labels} labels; this critic needs {needed}")
-    if has_head and None not in (found, wanted) and found != wanted:
+    if has_head and None not in (saved, wanted) and saved != wanted:
         raise UserError(
-            f"the head of the critic '{path}' gives {found}, and this run trains one that gives {wanted}: set "
+            f"the head of the critic '{path}' gives {saved}, and this run trains one that gives {wanted}: set "
             "critic.value_loss and critic.value_loss_kwargs to those it was trained with"
         )
-    return wanted or (found if has_head else None) or ValueHead()
+    return wanted or (saved if has_head else None) or ValueHead()
 
 
 def _has_head(config: Any) -> bool:
@@ -219,9 +202,9 @@ def _where_head_is(model: CriticModelConfig, config: Any) -> tuple[str, Any]:
     adapter = model.lora_adapter_path
     if model.lora_rank and adapter is not None and (Path(adapter) / "config.json").is_file():
         with _as_user_errors(adapter, "adapter"):
-            found = AutoConfig.from_pretrained(adapter)
-        if (found.architectures or ["?"])[0].endswith("ForTokenClassification"):
-            return adapter, found
+            saved = AutoConfig.from_pretrained(adapter)
+        if (saved.architectures or ["?"])[0].endswith("ForTokenClassification"):
+            return adapter, saved
     return model.path, config
 
 
@@ -276,11 +259,18 @@ def load_model_config(model: BackboneConfig) -> Any:
     overrides.pop("attn_implementation", None)
     with _as_user_errors(model.path, "model"), quiet_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    config = override(config, overrides, "model.override_config")
-    return config
+    return override(config, overrides, "model.override_config")
 
 
-def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(
+    auto: Any,
+    model: BackboneConfig,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    optional: Callable[[Any, str], bool] = lambda hf, key: False,
+) -> tuple[Any, dict[str, Any]]:
+    """A model and transformers' report of what was missing. UserError: a weight is missing that is not `optional`."""
     with _as_user_errors(model.path, "model", _with_overrides(model)), quiet_transformers():
         hf, info = auto.from_pretrained(
             _resolve(model.path),
@@ -290,23 +280,12 @@ def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
         )
-    weights = dict(hf.named_parameters())
-    if whole := _whole_numbers(_resolve(model.path)) & weights.keys():
-        raise UserError(
-            f"weights in '{model.path}' are whole numbers, and nothing says how to read them: {_some(whole)}"
-        )
-    if broken := {name for name, weight in weights.items() if not (weight.is_meta or weight.isfinite().all())}:
+    if missing := {key for key in info["missing_keys"] if not optional(hf, key)}:
+        promise = f"config.json{_with_overrides(model)} promises"
+        raise UserError(f"the checkpoint '{model.path}' lacks weights that its {promise}: {_some(missing)}")
+    if broken := {name for name, p in hf.named_parameters() if not (p.is_meta or p.isfinite().all())}:
         raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
     return hf, info
-
-
-def _whole_numbers(folder: str) -> set[str]:
-    """Names of the tensors in a directory's safetensors whose elements are integers."""
-    found: set[str] = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
-    return found
 
 
 def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
@@ -321,12 +300,6 @@ def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
         raise UserError(
             f"{type(hf).__name__} has no gradient checkpointing: set model.enable_gradient_checkpointing=false"
         ) from error
-
-
-def _require_all_weights(model: BackboneConfig, missing: set[str]) -> None:
-    if missing:
-        promise = f"config.json{_with_overrides(model)} promises"
-        raise UserError(f"the checkpoint '{model.path}' lacks weights that its {promise}: {_some(missing)}")
 
 
 def _with_overrides(model: BackboneConfig) -> str:
@@ -362,8 +335,6 @@ def _explain(path: str, what: str, text: str) -> str:
     if "does not recognize this architecture" in text or "Unrecognized" in text:
         version = transformers.__version__
         return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
-    if "instantiate the backend tokenizer" in text:
-        return f"'{path}' holds no tokenizer that can be read: save the tokenizer there, or name another directory"
     if "ignore_mismatched_sizes" in text:
         return f"the weights in '{path}' have other sizes than its config.json says"
     if "no file named" in text:

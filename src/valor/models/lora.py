@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
 from valor.models.hf import published_config
+from valor.models.internals import switch_adapter
 from valor.models.value import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,6 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     if targets == "all-linear":  # peft's own "all-linear" has routers and fused experts among them
         config.target_modules = list(linear)
         _tell_frozen(hf, linear.values())
-    record = _record(hf, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -102,7 +102,8 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     config.target_modules = sorted(t) if isinstance(t := config.target_modules, set) else t
     config.task_type = next((task for kind, task in _TASKS.items() if type(hf).__name__.endswith(kind)), None)
     config.modules_to_save = heads or None
-    hf.adapter_record = record
+    scale = {"use_rslora": config.use_rslora, "alpha_pattern": config.alpha_pattern}
+    hf.adapter_record = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, **scale}
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_trained(name))
         if parameter.requires_grad:
@@ -115,7 +116,7 @@ def linear_layers(hf: Any) -> dict[str, Any]:
     forwards, heads = (nn.Linear.forward, Conv1D.forward), [getattr(hf, name, None) for name in HEAD_NAMES]
     others = {*map(id, heads), id(hf.get_output_embeddings())}
     modules = hf.named_modules()
-    return {name: one for name, one in modules if type(one).forward in forwards and id(one) not in others}
+    return {name: part for name, part in modules if type(part).forward in forwards and id(part) not in others}
 
 
 def _tell_frozen(hf: Any, linear: Iterable[nn.Module]) -> None:
@@ -157,7 +158,7 @@ def is_trained(name: str) -> bool:
 
 
 def adapter_record(hf: Any) -> dict[str, Any]:
-    """What decides, besides names and shapes, whether the adapters of a checkpoint are those of `hf`."""
+    """Settings that the adapters of a checkpoint must share with those of `hf`, besides names and shapes."""
     return getattr(hf, "adapter_record", {"lora_rank": 0})
 
 
@@ -166,12 +167,12 @@ def adapters_off(hf: Any) -> Iterator[None]:
     """`hf` computes as its base model inside."""
     layers = adapted_layers(hf).values()
     for layer in layers:
-        layer._disable_adapters = True  # peft's own switch also changes requires_grad, which FSDP has read already
+        switch_adapter(layer, on=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            switch_adapter(layer, on=True)
 
 
 def merged(hf: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -249,19 +250,18 @@ def _fill(hf: Any, path: Path) -> None:
         stored = load_file(path / WEIGHTS_FILE)
     except Exception as error:  # safetensors has errors of its own
         raise UserError(f"the adapter '{path}': {WEIGHTS_FILE} cannot be read ({error})") from error
-    own = {_in_file(name): p for name, p in hf.named_parameters() if is_trained(name)}
-    missing = [name for name in own if name not in stored and "lora_" in name]
-    unknown = [name for name in stored if name not in own]
-    if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has not"
-        raise UserError(f"the adapter '{path}' is for another model than '{hf.name_or_path}': it {what}")
+    parameters = {_in_file(name): p for name, p in hf.named_parameters() if is_trained(name)}
+    differences = [f"lacks {name}" for name in parameters if name not in stored and "lora_" in name]
+    differences += [f"holds {name}, which this model has not" for name in stored if name not in parameters]
+    differences += [
+        f"has {name} of shape {tuple(tensor.shape)}, this model of {tuple(parameters[name].shape)}"
+        for name, tensor in stored.items()
+        if name in parameters and parameters[name].shape != tensor.shape
+    ]
+    if differences:
+        raise UserError(f"the adapter '{path}' is for another model than '{hf.name_or_path}': it {differences[0]}")
     for name, tensor in stored.items():
-        if own[name].shape != tensor.shape:
-            raise UserError(
-                f"the adapter '{path}' is for another model than '{hf.name_or_path}': its {name} has shape "
-                f"{tuple(tensor.shape)}, this model's {tuple(own[name].shape)}"
-            )
-        own[name].data.copy_(tensor)
+        parameters[name].data.copy_(tensor)
 
 
 def _in_file(name: str) -> str:
@@ -269,19 +269,8 @@ def _in_file(name: str) -> str:
 
 
 def _require_modules(hf: Any, key: str, wanted: str | list[str] | None) -> None:
-    """Every name of a list is that of a module, or the end of one's."""
-    names = [name for name, _ in hf.named_modules()]
+    """UserError: a name in a list is neither that of a module nor the end of one's."""
+    names = [f".{name}" for name, _ in hf.named_modules()]
     for item in wanted if isinstance(wanted, list) else ():
-        if not any(name == item or name.endswith(f".{item}") for name in names):
+        if not any(name.endswith(f".{item}") for name in names):
             raise UserError(f"model.{key}: {type(hf).__name__} has no module '{item}'")
-
-
-def _record(hf: Any, config: Any) -> dict[str, Any]:
-    """Rank, scale, and the sum of the base weights' bits as bfloat16, which is the same in every master dtype."""
-    base = sum(
-        int(p.detach().to(torch.bfloat16).contiguous().view(torch.int16).sum(dtype=torch.int64))
-        for name, p in hf.named_parameters()
-        if not is_trained(name)
-    )
-    scale = {"use_rslora": config.use_rslora, "alpha_pattern": config.alpha_pattern}
-    return {"lora_rank": config.r, "lora_alpha": config.lora_alpha, **scale, "base": f"{base:#x}"}

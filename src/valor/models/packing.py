@@ -1,10 +1,10 @@
-"""Transformers' models made to read packed rows: an attention function that is told where rows begin, and a mask maker
-that then makes no mask, registered as `valor_packed`. Without packed rows both are transformers' own `sdpa`.
+"""Packed rows for transformers models: an attention function that knows where rows begin, and a mask function that
+makes no mask for them, registered as `valor_packed`. Without packed rows both are those of `sdpa`.
 
 Ulysses sequence parallelism (Jacobs et al., 2023): ranks of a group hold parts of the same rows. Outside attention a
-rank computes its own positions; for attention the group exchanges, so that each rank has all positions of some of the
-heads. Every rank of a group computes the whole loss from all ranks' numbers, and its gradient is that of its own
-positions: summed over ranks it is the gradient of the loss.
+rank computes its positions; for attention the group exchanges, so that each rank has all positions of some of the
+heads. Every rank computes the loss from all ranks' numbers, and the gradient of its positions: summed over ranks it is
+the gradient of the loss.
 """
 
 import logging
@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from valor.models.attention import Segments, attention
+from valor.models.internals import attention_of, has_attention_interface, set_attention
 
 IMPLEMENTATION = "valor_packed"
 _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
@@ -41,7 +42,7 @@ def packing(segments: Segments | None) -> Iterator[None]:
 
 
 def packed_mask(*, local_size: int | None = None, **rest: Any) -> Tensor | None:
-    """No mask for packed rows. ValueError: the model has a sliding window, which a row may be longer than."""
+    """No mask for packed rows. ValueError: the model has a sliding window."""
     if not packed_rows.get():
         return sdpa_mask(local_size=local_size, **rest)
     if local_size is not None:
@@ -81,7 +82,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_positions: bool) -> Tensor:
         ctx.group, ctx.to_positions, ranks = group, to_positions, group.size()
-        _one, heads, length, size = x.shape
+        _, heads, length, size = x.shape
         if to_positions:  # to each rank its positions, from each rank its heads
             sent = x[0].unflatten(1, (ranks, length // ranks)).transpose(0, 1).contiguous()
         else:
@@ -98,16 +99,17 @@ class _Exchange(torch.autograd.Function):
 
 
 class PutTogether(torch.autograd.Function):
-    """[total, ...] on all ranks from each one's [n, ...], which begins at `begin`; the gradient is the own part's."""
+    """[total, ...] on all ranks from a part [n, ...] of each, which begins at `begin`; a rank has the gradient of its
+    part."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, begin: int, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.rows = slice(begin, begin + len(own))
-        whole = own.new_zeros(total, *own.shape[1:])
-        whole[ctx.rows] = own
+    def forward(ctx: Any, part: Tensor, begin: int, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows = slice(begin, begin + len(part))
+        parts = part.new_zeros(total, *part.shape[1:])
+        parts[ctx.rows] = part
         if total:
-            dist.all_reduce(whole, group=group)
-        return whole
+            dist.all_reduce(parts, group=group)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -120,18 +122,20 @@ def enable_packing(hf: Any) -> bool:
     Checked on tiny rows: the hidden states must be those of padded rows.
     """
     configs = configs_of(hf)
-    before = [str(config._attn_implementation) for config in configs]
+    before = [attention_of(config) for config in configs]
     reason = obstacle(hf, {"full_attention"})
     if not all(name in _REPLACED for name in before):
         reason = f"its attention is {', '.join(sorted(set(before)))}, not sdpa"
     if reason is None:
-        _set(configs, [IMPLEMENTATION] * len(configs))
+        for config in configs:
+            set_attention(config, IMPLEMENTATION)
         try:
             reason = None if _agrees(hf) else "packed rows give other numbers"
         except (RuntimeError, TypeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
     if reason is not None:
-        _set(configs, before)
+        for config, name in zip(configs, before, strict=True):
+            set_attention(config, name)
         logger.warning("%s reads padded rows (use_remove_padding has no effect): %s", type(hf).__name__, reason)
     return reason is None
 
@@ -142,18 +146,13 @@ def configs_of(hf: nn.Module) -> list[Any]:
 
 
 def obstacle(hf: nn.Module, known: set[str]) -> str | None:
-    """Why an attention function of ours cannot drive `hf`, whose layers are to be of the `known` types."""
+    """Why `hf`, whose layers may be of the `known` types, cannot have an attention function of ours; None: it can."""
     models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
-    if not models or not all(model._supports_attention_backend for model in models):
+    if not models or not all(map(has_attention_interface, models)):
         return "it does not use the attention interface of transformers"
     kinds = {kind for model in models for kind in getattr(model.config, "layer_types", None) or ()}
     others = sorted(kinds - known)
     return f"it has layers of type {', '.join(others)}" if others else None
-
-
-def _set(configs: list[Any], names: list[str]) -> None:
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation = name
 
 
 @torch.no_grad()

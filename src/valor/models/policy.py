@@ -12,13 +12,12 @@ from valor.models.token_log_probs import (
     HeadProduct,
     LogitMap,
     likeliest,
-    log_probs_from_logits,
     sum_pi_squared,
     token_log_probs,
 )
 
 # The same rows' next-token distributions by another policy, before they are computed; see `PolicyModel.forward`.
-Reference = Callable[[CompactRows], HeadProduct | Tensor]
+Reference = Callable[[CompactRows], HeadProduct]
 
 logger = logging.getLogger(__name__)
 
@@ -56,30 +55,23 @@ class PolicyModel(RowReader):
         compact = rows if isinstance(rows, CompactRows) else self.compact(rows)
         if as_reference:
             assert self.packed or compact.segments is None, "a reference that packs rows where its policy does"
-            return self._logits(compact)
+            return self._product(compact)
         with torch.no_grad():
-            other: Any = None if reference is None else reference(compact)
-        logits = self._logits(compact)
-        targets = compact.targets
-        options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}
-        if isinstance(logits, HeadProduct):
-            columns = token_log_probs(logits, targets, logit_map=self.logit_map, reference=other, **options)._asdict()
-            if with_sum_pi_squared:
-                columns["sum_pi_squared"] = sum_pi_squared(logits, temperature=temperature, logit_map=self.logit_map)
-        else:
-            columns = log_probs_from_logits(logits, targets, ref_logits=other, **options)._asdict()
-            if with_sum_pi_squared:
-                columns["sum_pi_squared"] = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
+            other = None if reference is None else reference(compact)
+        product, targets = self._product(compact), compact.targets
+        options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
+        columns = token_log_probs(product, targets, with_entropy=with_entropy, reference=other, **options)._asdict()
+        if with_sum_pi_squared:
+            columns["sum_pi_squared"] = sum_pi_squared(product, **options)
         if with_hits:
-            best = likeliest(logits) if isinstance(logits, HeadProduct) else logits.argmax(-1)
-            columns["hits"] = (best == targets).float()
+            columns["hits"] = (likeliest(product) == targets).float()
         return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
 
-    def _logits(self, compact: CompactRows) -> HeadProduct | Tensor:
-        """At the positions that predict response tokens: how to compute the logits, or, where only the model's own
-        forward knows, the logits [N, V]."""
+    def _product(self, compact: CompactRows) -> HeadProduct:
+        """At the positions that predict response tokens; the logits themselves where only the model's forward pass
+        knows them."""
         if self.logit_map is None:
-            return compact.gather(compact.read_by(self.hf).logits)
+            return HeadProduct(compact.gather(compact.read_by(self.hf).logits))
         states = compact.read_by(self.hf.base_model).last_hidden_state
         head = self.hf.get_output_embeddings()
         return HeadProduct(compact.gather(states), head.weight, head.bias)
@@ -97,9 +89,9 @@ def find_logit_map(hf: Any) -> LogitMap | None:
     with torch.no_grad():
         expected = hf(input_ids=ids, use_cache=False).logits.float()
         states = hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        found = guess.apply_(head(states).float())
+        logits = guess.apply_(head(states).float())
     tolerance = 1e-5 if head.weight.dtype is torch.float32 else 2e-2
-    if expected.shape == found.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+    if expected.shape == logits.shape and torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
         return guess
     logger.warning(
         "%s computes its logits in a way of its own: log-probabilities use its full logits (more memory, slower)",

@@ -71,9 +71,9 @@ class RewardModel(RowReader):
         """[b, labels], read at the last token that is not padding, as transformers does."""
         column = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         lengths = (column * (ids != self.hf.config.get_text_config().pad_token_id)).amax(1).clamp(min=1)
-        one = torch.ones(len(ids), 1, dtype=torch.long, device=ids.device)
-        # one answer token, which nothing reads: a row's last position then predicts something
-        rows: dict[str, Tensor] = dict(zip(ROW_FIELDS, (ids, lengths, one, one[:, 0]), strict=True))
+        ones = torch.ones(len(ids), 1, dtype=torch.long, device=ids.device)
+        # an answer of one token, which nothing reads: a row's last position then predicts something
+        rows: dict[str, Tensor] = dict(zip(ROW_FIELDS, (ids, lengths, ones, ones[:, 0]), strict=True))
         compact = self.compact(rows)
         states = compact.gather(compact.read_by(self.hf.base_model).last_hidden_state)
         return self.hf.score(states.float()).float()

@@ -26,9 +26,9 @@ ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks divide rows, which only packed ones can be. `positions`: ranks that have a part of every row each.
-    `tokens`: ranks that have the same positions, and compute log-probs of different response tokens; `all`: the ranks
-    of both kinds. `multiple`: the positions of a rank are filled up to one of it."""
+    """How ranks divide packed rows. `positions`: the sequence-parallel group. `tokens`: ranks that have the same
+    positions and compute log-probs of different response tokens; `all`: the ranks of both. `multiple`: what the number
+    of a rank's positions is filled up to a multiple of."""
 
     positions: dist.ProcessGroup | None = None
     tokens: dist.ProcessGroup | None = None
@@ -44,10 +44,10 @@ class CompactRows:
     """What the model reads and where its predictions of response tokens lie.
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
-    never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
-    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are; tokens that
-    several rows begin with may lie there once. Where ranks share the rows, L and N are this rank's, in the order of the
-    positions; `mask` is all ranks', and this rank's first response token is number `begin` of `total` in the `group`.
+    never an input. Padding is to the right, where a causal model does not see it. Packed rows are one row, b = 1, with
+    `position_ids` and their `segments`; a shared prefix may lie there once. Where ranks divide the rows, L and N are
+    this rank's, in the order of the positions; `mask` is all ranks', and this rank's first response token is number
+    `begin` of `total` in the `group`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -59,7 +59,7 @@ class CompactRows:
     group: dist.ProcessGroup | None = None
     begin: int = 0
     total: int = 0
-    rank: Tensor | None = None  # [total] int64, where ranks share: the number of each response token among all of them
+    rank: Tensor | None = None  # [total] int64, where ranks divide rows: each response token's number among all ranks'
 
     def to(self, device: torch.device) -> CompactRows:
         """The same with its tensors on `device`."""
@@ -78,7 +78,7 @@ class CompactRows:
         return states.reshape(-1, states.shape[-1]).index_select(0, self.predictor)
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
+        """[b, T, ...] from per-token numbers [N, ...], 0 elsewhere; differentiable."""
         if self.group is not None:
             flat = PutTogether.apply(flat, self.begin, self.total, self.group)
         if self.rank is not None:
@@ -88,13 +88,12 @@ class CompactRows:
 
 
 class RowReader(nn.Module):
-    """A model around `hf`, one of transformers, that reads compact rows.
+    """Wraps `hf`, a transformers model, to read compact rows.
 
-    packed: rows are read one behind the other, without padding, where the architecture lets it. shared: then tokens
-    that neighbours begin with are read once.
+    packed: without padding, where the architecture allows it. shared: also prefixes of neighbouring rows once.
     """
 
-    sharing = ALONE  # how ranks divide the rows; set by the engine
+    sharing = ALONE  # set by the engine
 
     def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class RowReader(nn.Module):
         self._longest = rope_limit(hf.config.get_text_config())
 
     def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
-        """What this rank's model reads of `rows`, on its device. UserError: a row is too long for it."""
+        """This rank's part of `rows`, on its device. UserError: a row is longer than the rotary embedding allows."""
         longest = int((rows["prompt_lengths"] + rows["response_lengths"]).max())
         if self._longest is not None and longest > self._longest:
             raise UserError(
@@ -117,18 +116,17 @@ class RowReader(nn.Module):
         return compact_rows(rows, **layout).to(input_device(self.hf))
 
     def in_families(self, rows: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
-        """An order of `rows` in which they share most, and how many tokens each shares with those before it."""
+        """As the function of this name."""
         return in_families(*model_inputs(rows))
 
 
 def compact_rows(
     rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, sharing: Sharing = ALONE
 ) -> CompactRows:
-    """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
+    """Joins prompts [b, P] and responses [b, T] without a gap; on the device of the rows, best the CPU.
 
-    packed: also without padding between rows. shared: packed, and the tokens with which a row begins as the row before
-    it are there once (`shared_beginnings`). sharing: how ranks divide the packed rows. Where the rows are on the CPU
-    nothing here waits for a device.
+    packed: without padding between rows. shared: a packed row omits the tokens that it begins with as the row before
+    (`shared_beginnings`). sharing: how ranks divide packed rows. ValueError: a row without a prompt token.
     """
     prompt_lengths, response_lengths, responses = rows["prompt_lengths"], rows["response_lengths"], rows["responses"]
     if bool((prompt_lengths < 1).any()):
@@ -143,33 +141,31 @@ def compact_rows(
     if not packed:
         return CompactRows(ids, (row * length + last_of_prompt + step)[mask], responses[mask], mask)
     skipped = shared_beginnings(ids, read) if shared else torch.zeros_like(read)
-    own = read - skipped
-    position = _positions(own, skipped, length)
-    is_own = (column >= skipped[:, None]) & (column < read[:, None])
+    position = _positions(read - skipped, skipped, length)
+    is_read = (column >= skipped[:, None]) & (column < read[:, None])
     predictor = position.gather(1, (last_of_prompt + step).clamp(max=length - 1))[mask]
-    segments = Segments.of(own.tolist(), device=device)
+    segments = Segments.of((read - skipped).tolist(), device=device)
     if bool(skipped.any()):
         segments = segments.reading(read.tolist(), position[column < read[:, None]])
-    columns = column.expand_as(ids)[is_own][None]
-    whole = CompactRows(ids[is_own][None], predictor, responses[mask], mask, columns, segments)
-    return whole if sharing == ALONE else _own_part(whole, sharing)
+    columns = column.expand_as(ids)[is_read][None]
+    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments)
+    return rows_of_all if sharing == ALONE else _divided(rows_of_all, sharing)
 
 
 def model_inputs(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The tokens that a model reads of each row, [b, L] and 0 behind its length, and the lengths [b]: prompt and
-    response but for the last token, at least one."""
+    """Prompt and response without the last token: ids [b, L], 0 beyond the lengths [b], which are at least 1."""
     prompts, responses = rows["prompts"], rows["responses"]
-    p, whole = rows["prompt_lengths"][:, None], rows["prompt_lengths"] + rows["response_lengths"]
-    length = max(int(whole.max()) - 1, 1)
+    p, total = rows["prompt_lengths"][:, None], rows["prompt_lengths"] + rows["response_lengths"]
+    length = max(int(total.max()) - 1, 1)
     column = torch.arange(length, device=prompts.device)
-    in_response = (column >= p) & (column < whole[:, None])
+    in_response = (column >= p) & (column < total[:, None])
     source = torch.where(in_response, prompts.shape[1] + column - p, column.clamp(max=prompts.shape[1] - 1))
     ids = torch.cat([prompts, responses], dim=1).gather(1, source)
-    return ids.masked_fill(column >= whole[:, None], 0), (whole - 1).clamp(min=1)
+    return ids.masked_fill(column >= total[:, None], 0), (total - 1).clamp(min=1)
 
 
 def shared_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:
-    """[b]: with how many tokens a row of `ids` [b, L] begins as the row before it; 0 where they are too few to gain."""
+    """[b] length of the prefix that a row of `ids` [b, L] shares with the row before it; 0 where it is too short."""
     column = torch.arange(ids.shape[1], device=ids.device)
     equal = (ids[1:] == ids[:-1]) & (column < torch.minimum(lengths[1:], lengths[:-1])[:, None])
     shared = torch.cat([lengths.new_zeros(1), equal.to(torch.int8).cummin(1).values.sum(1)])
@@ -177,8 +173,8 @@ def shared_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def in_families(ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
-    """An order of the rows in which those that begin alike are neighbours, and how many tokens each of them shares with
-    the one before it (`shared_beginnings`). Families come from long to short rows, ties in the given order."""
+    """An order in which rows with a common prefix are neighbours, and the length that each shares with the row before.
+    Families are ordered from long to short rows, ties as they come."""
     data, sizes = ids.cpu().numpy().astype(">i4"), lengths.tolist()  # big-endian: bytes sort as the tokens do
     order = sorted(range(len(sizes)), key=lambda row: data[row, : sizes[row]].tobytes())
     shared = shared_beginnings(ids[order], lengths[order]).tolist()
@@ -192,36 +188,38 @@ def in_families(ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
     return [row for row, _ in flat], [count for _, count in flat]
 
 
-def _positions(own: Tensor, skipped: Tensor, length: int) -> Tensor:
-    """[b, L]: where token c of row i lies, in the last row up to i that does not skip it."""
-    start = own.cumsum(0) - own - skipped
-    column = torch.arange(length, device=own.device)
-    row = torch.arange(len(own), device=own.device)[:, None]
+def _positions(count: Tensor, skipped: Tensor, length: int) -> Tensor:
+    """[b, L] position of token c of row i, in the last row up to i that does not skip it; count [b]: tokens of a row
+    that are not skipped."""
+    start = count.cumsum(0) - count - skipped
+    column = torch.arange(length, device=count.device)
+    row = torch.arange(len(count), device=count.device)[:, None]
     holder = torch.where(column >= skipped[:, None], row, 0).cummax(0).values
     return start[holder] + column
 
 
-def _own_part(whole: CompactRows, sharing: Sharing) -> CompactRows:
+def _divided(rows: CompactRows, sharing: Sharing) -> CompactRows:
     """This rank's positions of packed rows, as many as any other rank's: a row of padding fills up the last part."""
-    assert whole.position_ids is not None and whole.segments is not None
+    assert rows.position_ids is not None and rows.segments is not None
     group = sharing.positions
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    tokens = whole.input_ids.shape[1]
+    tokens = rows.input_ids.shape[1]
     missing = -tokens % (ranks * sharing.multiple)
     each = (tokens + missing) // ranks
-    own = slice(rank * each, (rank + 1) * each)
-    ids = torch.nn.functional.pad(whole.input_ids, (0, missing))[:, own]
-    filling = torch.arange(missing, device=ids.device)[None]
-    positions = torch.cat([whole.position_ids, filling], dim=1)[:, own]
-    by_position = whole.predictor.sort(stable=True)
-    ends = torch.tensor([own.start, own.stop], device=ids.device)
+    part = slice(rank * each, (rank + 1) * each)
+    ids = nn.functional.pad(rows.input_ids, (0, missing))[:, part]
+    padding = torch.arange(missing, device=ids.device)[None]
+    positions = torch.cat([rows.position_ids, padding], dim=1)[:, part]
+    by_position = rows.predictor.sort(stable=True)
+    ends = torch.tensor([part.start, part.stop], device=ids.device)
     begin, end = torch.searchsorted(by_position.values, ends).tolist()
     if sharing.tokens is not None:
         share = -(-(end - begin) // sharing.tokens.size())
         begin = min(begin + sharing.tokens.rank() * share, end)
         end = min(begin + share, end)
-    predictor, targets = by_position.values[begin:end] - own.start, whole.targets[by_position.indices[begin:end]]
-    segments, total = whole.segments.shared_out(group, missing), len(whole.targets)
+    predictor, targets = by_position.values[begin:end] - part.start, rows.targets[by_position.indices[begin:end]]
+    segments, total = rows.segments.shared_out(group, missing), len(rows.targets)
     back = by_position.indices.argsort()
-    together = sharing.all or group
-    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, together, begin, total, back)
+    return CompactRows(
+        ids, predictor, targets, rows.mask, positions, segments, sharing.all or group, begin, total, back
+    )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from valor.algorithms import full_kl_from_logits
 from valor.algorithms.reductions import LOWEST_LOG_PROB
 from valor.models.linear import product, weight_gradient
 
@@ -37,15 +36,23 @@ class LogitMap:
 
 
 class HeadProduct(NamedTuple):
-    """hidden [N, H] · weight [V, H]ᵀ + bias [V], of which only some rows at a time are ever computed."""
+    """hidden [N, H] · weight [V, H]ᵀ + bias [V], of which only some rows at a time are ever computed. Without a weight
+    hidden [N, V] is the product already."""
 
     hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
     def rows(self, rows: slice) -> Tensor:
-        hidden, weight, bias = self.hidden[rows], self.weight, self.bias
-        return product(hidden, weight, bias)
+        """A new tensor [n, V]."""
+        if self.weight is None:
+            return self.hidden[rows].clone()
+        return product(self.hidden[rows], self.weight, self.bias)
+
+    def rows_per(self, elements: dict[str, int]) -> int:
+        """How many rows have so many `elements`, by type of device."""
+        vocab = len(self.weight) if self.weight is not None else self.hidden.shape[1]
+        return max(1, elements["cpu" if self.hidden.device.type == "cpu" else "cuda"] // vocab)
 
 
 class TokenNumbers(NamedTuple):
@@ -77,29 +84,12 @@ def token_log_probs(
     return TokenNumbers(log_probs, entropy if with_entropy else None, full_kl if reference else None)
 
 
-def log_probs_from_logits(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    ref_logits: Tensor | None = None,
-) -> TokenNumbers:
-    """The same numbers from finished logits [N, V], by plain autograd."""
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return TokenNumbers(
-        log_p.gather(-1, targets[:, None]).squeeze(-1),
-        -(log_p.exp() * log_p.clamp(min=LOWEST_LOG_PROB)).sum(-1) if with_entropy else None,
-        None if ref_logits is None else full_kl_from_logits(log_p, ref_logits.float() / temperature),
-    )
-
-
 @torch.no_grad()
 def sum_pi_squared(product: HeadProduct, *, temperature: float = 1.0, logit_map: LogitMap | None = None) -> Tensor:
     """Σ_v π(v)² [N] of π = softmax(logits / temperature), float32, without gradient."""
     hidden = product.hidden
     out = hidden.new_empty(len(hidden), dtype=torch.float32)
-    rows = _rows_per(_SOFTMAX_ELEMENTS, hidden, len(product.weight))
+    rows = product.rows_per(_SOFTMAX_ELEMENTS)
     for start in range(0, len(hidden), rows):
         log_p = _log_softmax(product.rows(slice(start, start + rows)), temperature, logit_map or LogitMap())
         out[start : start + rows] = log_p.mul_(2.0).exp_().sum(1)
@@ -110,7 +100,7 @@ def sum_pi_squared(product: HeadProduct, *, temperature: float = 1.0, logit_map:
 def likeliest(product: HeadProduct) -> Tensor:
     """The token [N] of the largest logit: what a `LogitMap` does keeps the order."""
     count = len(product.hidden)
-    rows = _rows_per(_PRODUCT_ELEMENTS, product.hidden, len(product.weight))
+    rows = product.rows_per(_PRODUCT_ELEMENTS)
     return torch.cat([product.rows(slice(i, i + rows)).argmax(1) for i in range(0, max(count, 1), rows)])
 
 
@@ -121,7 +111,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
@@ -129,8 +119,8 @@ class _TokenLogProbs(torch.autograd.Function):
         with_entropy: bool,
         reference: HeadProduct | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        n, vocab = len(hidden), len(weight)
-        product_rows, block_rows = (_rows_per(size, hidden, vocab) for size in (_PRODUCT_ELEMENTS, _SOFTMAX_ELEMENTS))
+        n, head = len(hidden), HeadProduct(hidden, weight, bias)
+        product_rows, block_rows = (head.rows_per(size) for size in (_PRODUCT_ELEMENTS, _SOFTMAX_ELEMENTS))
         log_probs = hidden.new_empty(n, dtype=torch.float32)
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
         full_kl = hidden.new_empty(n if reference else 0, dtype=torch.float32)
@@ -138,7 +128,7 @@ class _TokenLogProbs(torch.autograd.Function):
         other: Tensor | None = None
         for start in range(0, n, product_rows):
             rows = slice(start, start + product_rows)
-            product = HeadProduct(hidden, weight, bias).rows(rows)
+            product = head.rows(rows)
             other = reference.rows(rows) if reference else None
             for at in range(0, len(product), block_rows):
                 block = slice(at, at + block_rows)
@@ -154,7 +144,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, full_kl)
         ctx.reference = reference
-        ctx.kept = (product, other) if n <= product_rows else None
+        ctx.products = (product, other) if n <= product_rows else None
         ctx.options = (temperature, logit_map, product_rows, block_rows)
         return log_probs, entropy, full_kl
 
@@ -165,7 +155,7 @@ class _TokenLogProbs(torch.autograd.Function):
         reference: HeadProduct | None = ctx.reference
         grad_log_probs, grad_entropy, grad_full_kl = grads  # zeros where nothing was read of one
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass recomputes it
+        products, ctx.products = ctx.products, None  # overwritten below; a second backward pass recomputes them
 
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight: Tensor | None = None
@@ -173,7 +163,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), product_rows):
             rows = slice(start, start + product_rows)
             h = hidden[rows]
-            delta, other = kept or (
+            delta, other = products or (
                 HeadProduct(hidden, weight, bias).rows(rows),
                 reference.rows(rows) if reference else None,
             )
@@ -189,20 +179,17 @@ class _TokenLogProbs(torch.autograd.Function):
                     _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, temperature, logit_map)
                 )
             if grad_hidden is not None:
-                grad_hidden[rows] = product(delta, weight.t())
+                grad_hidden[rows] = delta if weight is None else product(delta, weight.t())
             if need_weight:
                 grad_weight = _accumulate(grad_weight, weight_gradient(delta, h), last=rows.stop >= len(hidden))
             if need_bias:
                 grad_bias = _accumulate(grad_bias, delta.float().sum(0), last=True)
-        if need_weight:  # zeros without any token: ranks of a group must agree about which gradients there are
+        # Zeros without any token: ranks of a group must agree about which gradients there are.
+        if need_weight and weight is not None:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        if need_bias:
+        if need_bias and bias is not None:
             grad_bias = torch.zeros_like(bias) if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _rows_per(elements: dict[str, int], like: Tensor, vocab: int) -> int:
-    return max(1, elements["cpu" if like.device.type == "cpu" else "cuda"] // vocab)
 
 
 def _log_softmax(product: Tensor, temperature: float, logit_map: LogitMap) -> Tensor:

@@ -126,9 +126,11 @@ class ValueModel(RowReader):
         compact = self.compact(rows)
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
-        whole = self.levels == ALL_LEVELS
-        read = self.reading.values(outputs) if whole else tail_mean(*self.reading.distribution(outputs), *self.levels)
-        out = {"values": compact.scatter(read)}
+        if self.levels == ALL_LEVELS:
+            values = self.reading.values(outputs)
+        else:
+            values = tail_mean(*self.reading.distribution(outputs), *self.levels)
+        out = {"values": compact.scatter(values)}
         if raw:
             out["head_outputs"] = compact.scatter(outputs.squeeze(-1))
         if with_quantiles and self.reading.is_distribution:

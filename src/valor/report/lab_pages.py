@@ -1,4 +1,4 @@
-"""The pages of the lab.
+"""The pages of the lab: sections of figures and tables.
 
 Of a sweep: arms compared in a table and pictures, how they learn, and in what they differ. Of a critic's scorecard:
 does it tell right from wrong, is it calibrated, and where in a response.
@@ -9,18 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from valor.report.pictures import Table, curves_table
+from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, level, points, section, titled
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
+
+_MOST_AT_FIRST = 8  # arms whose curves are shown before the reader chooses in the legend
+_BLUE, _ORANGE = "--c1", "--c2"
+_SIDES = {"right": _BLUE, "wrong": _ORANGE}
 
 
 def sweep_page(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
     arms = results["arms"]
-    finished = [one for arm in arms for one in arm["finished"].values()]
-    return render_page(
-        "sweep",
-        results,
+    finished = [run for arm in arms for run in arm["finished"].values()]
+    heads, rows = ["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]
+    curves = [_curves(f"curve-{i}", curve, results) for i, curve in enumerate(results["curves"])]
+    runs = ["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))
+    return _page(
+        [
+            section("compared", "Compared", _ends(results), comparison(results), results["notes"]),
+            section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
+            section("differences", "What differs", table=(heads, rows)),
+            section("runs", "Runs", table=runs),
+        ],
         eyebrow=f"valor {results['entry']} · sweep",
         title=results["name"],
         facts=[
@@ -28,25 +39,61 @@ def sweep_page(results: Mapping[str, Any]) -> str:
             f"seeds {', '.join(map(str, results['seeds']))}",
             f"{len(finished)} of {len(arms) * len(results['seeds'])} runs finished",
             f"control {results['control']}",
-            f"{format_seconds(sum(one['seconds'] for one in finished))} of training",
+            f"{format_seconds(sum(run['seconds'] for run in finished))} of training",
         ],
-        sections={"compared": "Compared", "curves": "Learning curves", "differences": "What differs", "runs": "Runs"},
-        results=results,
-        comparison=comparison(results),
-        numbers=[curves_table(_means(one["arms"])) for one in results["curves"]],
-        differences=(["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]),
-        runs=(["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))),
     )
 
 
-def _means(arms: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    return {name: dict(zip(one["steps"], one["mean"], strict=True)) for name, one in arms.items() if one}
+def _ends(results: Mapping[str, Any]) -> list[Figure]:
+    """Where each arm ended, and how far from the control."""
+    done = [arm for arm in results["arms"] if arm["last"]["mean"] is not None]
+    ends = {arm["name"]: (arm["last"], [run["last"] for run in arm["finished"].values()]) for arm in done}
+    gaps = {arm["name"]: (arm["difference"], arm["difference"]["by_seed"]) for arm in done if arm["difference"]}
+    note = f"Each seed, their mean and its {results['level']:.0%} interval."
+    return [
+        figure("last", f"At the end: {results['metric']}", note, *_rows(results, ends)),
+        figure("gap", f"Difference from {results['control']}", note, *_rows(results, gaps)),
+    ]
+
+
+def _rows(
+    results: Mapping[str, Any], rows: Mapping[str, tuple[Mapping[str, Any], Sequence[float]]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """A row an arm: its seeds as dots, their mean with its interval as an error bar."""
+    names, means = [arm["name"] for arm in results["arms"]], [estimate["mean"] for estimate, _ in rows.values()]
+    seeds = [(value, name) for name, (_, values) in rows.items() for value in values]
+    low, high = (
+        [0.0 if estimate[end] is None else abs(estimate[end] - estimate["mean"]) for estimate, _ in rows.values()]
+        for end in ("low", "high")
+    )
+    bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": "--accent"}
+    dots = points([value for value, _ in seeds], [name for _, name in seeds], "", "--soft", mode="markers")
+    marks = points(means, list(rows), "", "--accent", mode="markers") | {"error_x": bars}
+    y = {"type": "category", "categoryarray": names[::-1], "dtick": 1, "nticks": 0, "range": [-0.6, len(names) - 0.4]}
+    x = {"zeroline": True, "zerolinecolor": "--soft"}
+    return [dots, marks], {"xaxis": x, "yaxis": y, "height": 80 + 24 * len(names), "showlegend": False}
+
+
+def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> Figure:
+    """Means of the arms over steps, with bands where their intervals are known."""
+    traces: list[Any] = []
+    for i, arm in enumerate(results["arms"]):
+        series, colour = curve["arms"][arm["name"]], f"--c{i % 12 + 1}"
+        if series:
+            shown = {"legendgroup": arm["name"], "visible": True if i < _MOST_AT_FIRST else "legendonly"}
+            if None not in (*series["low"], *series["high"]):
+                traces.append(band(series["steps"], series["low"], series["high"], colour) | shown)
+            dash = {"color": colour, "width": 2, "dash": "solid" if i < 12 else "5px,4px"}
+            traces.append(points(series["steps"], series["mean"], arm["name"], colour, line=dash) | shown)
+    layout = {"hovermode": "x unified", "xaxis": titled("step"), "height": 300}
+    note = curve["key"] if curve["key"] != results["metric"] else ""
+    return figure(name, curve["title"], note, traces, layout) | {"wide": True}
 
 
 def comparison(results: Mapping[str, Any]) -> Table:
     """Column titles and a row of texts per arm: where it started and ended, and how far that is from the control."""
-    level = f"{results['level']:.0%} interval"
-    heads = ["arm", "seeds", "at the start", "at the end", level, f"against {results['control']}", level]
+    interval = f"{results['level']:.0%} interval"
+    heads = ["arm", "seeds", "at the start", "at the end", interval, f"against {results['control']}", interval]
     return [*heads, "p (t)", "p (signs)", "Holm", "differs"], [_row(arm) for arm in results["arms"]]
 
 
@@ -61,8 +108,8 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
 
 def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
     for arm in results["arms"]:
-        for seed, one in arm["finished"].items():
-            yield [arm["name"], seed, short(one["first"]), short(one["last"]), format_seconds(one["seconds"])]
+        for seed, run in arm["finished"].items():
+            yield [arm["name"], seed, short(run["first"]), short(run["last"]), format_seconds(run["seconds"])]
         for seed, error in arm["errors"].items():
             yield [arm["name"], seed, error, "", ""]
 
@@ -78,15 +125,19 @@ def _interval(estimate: Mapping[str, Any], sign: str = "") -> str:
 
 def scorecard_page(card: Mapping[str, Any]) -> str:
     """The page's text, from the content of scorecard.json."""
-    name = model_name(str(card["critic"]))
-    sections = {"outcome": "Right or wrong?", "along": "Along the response"}
-    if len(card["turns"]) > 1:
-        sections["turns"] = "By turn"
+    name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
+    along = _knowledge("along-auc", "When does it know?", [point["at"] for point in places], places, "share written")
+    content = [
+        section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
+        section("along", "Along the response", [_separation(places), along]),
+    ]
+    if len(turns) > 1:
+        by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
+        content.append(section("turns", "By turn", [by_turn]))
     if card["monte_carlo"]:
-        sections["branches"] = "Against branch rollouts"
-    return render_page(
-        "scorecard",
-        card,
+        content.append(section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
+    return _page(
+        content,
         title=f"{name}, scorecard",
         eyebrow="Valor · critic scorecard",
         heading=name,
@@ -98,55 +149,79 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         ],
         command=str(card["command"]),
         tiles=main_numbers(card),
-        sections=sections,
-        card=card,
-        numbers=_numbers(card),
     )
 
 
-def _numbers(card: Mapping[str, Any]) -> dict[str, tuple[Sequence[str], list[list[str]]]]:
-    """What the pictures show, as heads and rows of tables."""
-    verdicts, places = card["verdicts"], card["positions"]
-    sides, knows = ("right", "wrong"), ("AUC", "explained variance")
+def _verdicts(verdicts: Mapping[str, Any]) -> Figure:
     edges = np.linspace(verdicts["low"], verdicts["high"], len(verdicts["right"]) + 1)
-    bars = zip(edges, edges[1:], verdicts["right"], verdicts["wrong"], strict=False)
-    bins = [(name, one) for name in ("last", "all") for one in card["calibration"][name]["bins"]]
+    bars = {"type": "bar", "x": ((edges[:-1] + edges[1:]) / 2).tolist(), "width": float(edges[1] - edges[0])}
+    traces = [
+        {**bars, "y": verdicts[side], "name": f"{side}: {sum(verdicts[side])}", "opacity": 0.6}
+        | {"marker": {"color": colour}}
+        for side, colour in _SIDES.items()
+    ]
+    layout = {"barmode": "overlay", "xaxis": titled("value"), "yaxis": titled("answers")}
+    return figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
 
-    def band(one: Mapping[str, float] | None) -> str:
-        return f"{short(one['mean'])} ({short(one['low'])} to {short(one['high'])})" if one else "none"
 
-    def known(one: Mapping[str, Any]) -> list[str]:
-        return [short(one["auc"]), short(one["explained_variance"])]
+def _calibration(calibration: Mapping[str, Any]) -> Figure:
+    names = {"last": ("at the last token", _BLUE), "all": ("along the response", _ORANGE)}
+    bins = {key: calibration[key]["bins"] for key in names}
+    traces = [
+        points([of["value"] for of in bins[key]], [of["outcome"] for of in bins[key]], name, colour)
+        | {"customdata": [of["count"] for of in bins[key]], "hovertemplate": "%{x:.3~g}, %{y:.3~g}: %{customdata}"}
+        for key, (name, colour) in names.items()
+    ]
+    layout = {"xaxis": titled("value"), "yaxis": titled("mean return"), "shapes": [diagonal(traces)]}
+    note = "Mean return where the critic said so; a tenth of the states in each point. On the diagonal it is honest."
+    return figure("calibration", "Calibration", note, traces, layout)
 
-    return {
-        "verdicts": (("value", *sides), [[f"{short(a)} to {short(b)}", *map(str, n)] for a, b, *n in bars if any(n)]),
-        "calibration": (
-            ("tokens", "value", "mean return", "states"),
-            [[name, short(one["value"]), short(one["outcome"]), str(one["count"])] for name, one in bins],
-        ),
-        "separation": (
-            ("written", *sides),
-            [[f"{one['at']:.0%}", *(band(one[side]) for side in sides)] for one in places],
-        ),
-        "along": (("written", *knows), [[f"{one['at']:.0%}", *known(one)] for one in places]),
-        "turns": (("turn", *knows), [[str(one["turn"]), *known(one)] for one in card["turns"]]),
-    }
+
+def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
+    traces = []
+    for side, colour in _SIDES.items():
+        if spreads := {point["at"]: point[side] for point in places if point[side]}:
+            low, mean, high = ([spread[key] for spread in spreads.values()] for key in ("low", "mean", "high"))
+            traces += [band([*spreads], low, high, colour), points([*spreads], mean, side, colour)]
+    layout = {"hovermode": "x unified", "xaxis": titled("share of the response written", tickformat=".0%")}
+    note = "Mean value of right and of wrong answers; half of them lie in the band."
+    return figure("separation", "Separation", note, traces, layout)
+
+
+def _knowledge(name: str, title: str, at: Sequence[float], known: Sequence[Mapping[str, Any]], axis: str) -> Figure:
+    """AUC and explained variance of the value, over places or turns."""
+    keys = {"auc": ("AUC", _BLUE), "explained_variance": ("explained variance", _ORANGE)}
+    traces = [points(at, [point[key] for point in known], label, colour) for key, (label, colour) in keys.items()]
+    layout = {"xaxis": titled(axis), "shapes": [level(0.5)]}
+    return figure(name, title, "AUC and explained variance of the value there.", traces, layout)
+
+
+def _branches(branches: Mapping[str, Any]) -> Figure:
+    scatter = branches["scatter"]
+    states = [points(scatter["truth"], scatter["value"], "", _BLUE, mode="markers")]
+    layout = {"xaxis": titled("mean return of the branches"), "yaxis": titled("value"), "showlegend": False}
+    note = f"Each point a state; its truth is the mean of {branches['branches']} rollouts that start there."
+    return figure("scatter", "Value and truth", note, states, layout | {"shapes": [diagonal(states)]}) | {"wide": True}
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of what a reader wants first, as texts."""
-    area = card["auc"]
+    area, ece = card["auc"], card["calibration"]
     yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
     yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
-    ece = card["calibration"]
     yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
-    if found := card.get("distribution"):
-        error = f"of its mean {short(found['abs_error'])}; of P(return <= c) off by {short(found['calibration_error'])}"
-        yield "CRPS of the distribution", short(found["crps"]), error
-    if found := card["monte_carlo"]:
-        order = found["agreement"]
-        ceiling = f"noise of {found['branches']} branches leaves room for {short(found['noise_ceiling'])}"
-        yield "Correlation with branches", short(found["correlation"]), ceiling
+    if fit := card.get("distribution"):
+        error = f"of its mean {short(fit['abs_error'])}; of P(return <= c) off by {short(fit['calibration_error'])}"
+        yield "CRPS of the distribution", short(fit["crps"]), error
+    if branches := card["monte_carlo"]:
+        order = branches["agreement"]
+        ceiling = f"noise of {branches['branches']} branches leaves room for {short(branches['noise_ceiling'])}"
+        yield "Correlation with branches", short(branches["correlation"]), ceiling
         p = "" if order["p"] is None else f", p {order['p']:.2g}"
         interval = f"95 % {short(order['low'])} to {short(order['high'])}; chance 0.5{p}"
         yield "Order of states right", short(order["mean"]), interval
+
+
+def _page(content: list[dict[str, Any]], **parts: Any) -> str:
+    sections = {part["id"]: part["title"] for part in content}
+    return render_page("lab", {"figures": drawn(content)}, sections=sections, content=content, **parts)

@@ -1,7 +1,6 @@
-"""One self-contained page of a run (`report.html`) or of several, made from the files of their folders."""
+"""The self-contained page of a run, `report.html`, made from the files of its folder."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -9,9 +8,10 @@ from typing import Any
 
 from valor.config.describe import show
 from valor.config.tree import flatten, get_at
-from valor.errors import UserError
 from valor.report import pictures
+from valor.report.figures import drawn, section
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
+from valor.report.samples import SIGNALS, sample_groups
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.diagnosis import RULES
@@ -27,13 +27,15 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     for byte. A metric that the run does not have leaves its picture out.
     """
     run = read_run(run_dir)
-    return _write(
-        run_dir / REPORT_FILE,
+    figures = [*pictures.panels(run.metrics), *pictures.spreads(run.histograms), *pictures.timing(run.metrics)]
+    by_section = {name: [shown for shown in figures if shown["section"] == name] for name in pictures.SECTIONS}
+    content = [section(name, pictures.SECTIONS[name], shown) for name, shown in by_section.items() if shown]
+    sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
+    sections |= {"samples": "Samples"} if run.samples else {}
+    settings = [[key, show(value).strip("'")] for key, value in flatten(run.config).items()]
+    page = render_page(
         "report",
-        run,
-        pictures.panel_specs(run.metrics),
-        ("What stands out", "Configuration"),
-        live=live,
+        {"figures": drawn(content), "metrics": _curves(run.metrics), "live": live},
         title=_heading(run),
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
         facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
@@ -41,113 +43,39 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         tiles=tiles_of(run),
         findings=run.findings,
         num_rules=len(RULES),
-        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
+        sections=sections | {"metrics": "Every metric", "config": "Configuration"},
+        content=content,
+        groups=sample_groups(run.samples),
+        opening=_opening(run.samples),
+        signals=SIGNALS,
+        metrics_table=pictures.metrics_table(run.metrics),
+        config=section("config", "Configuration", table=(["key", "value"], settings)),
     )
-
-
-def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write to `path`, and return it: the curves of several runs in the same pictures, where they end, how they differ.
-
-    UserError if a folder holds no metrics, or there is only one.
-    """
-    if len({one.resolve() for one in run_dirs}) < 2:
-        raise UserError("--compare needs the folders of two runs or more")
-    found = [read_run(folder) for folder in run_dirs]
-    names = [_heading(run) for run in found]
-    if len(set(names)) < len(names):  # their folders tell them apart
-        folders = [folder.resolve() for folder in run_dirs]
-        top = os.path.commonpath([folder.parent for folder in folders])
-        names = [os.path.relpath(folder, top) for folder in folders]
-    runs = dict(zip(names, found, strict=True))
-    metrics = {f"{key} · {name}": one for name, run in runs.items() for key, one in run.metrics.items()}
-    return _write(
-        path,
-        "compare",
-        RunData(path, metrics, config={}, info={}, samples=[], histograms={}, findings=[]),
-        _panels(runs),
-        ("Where they end", "What differs"),
-        title=" and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs",
-        eyebrow="Valor · runs compared",
-        facts=[f"{name}: {max(one.steps[-1] for one in run.metrics.values())} steps" for name, run in runs.items()],
-        ends=_ends(runs),
-        findings=[(name, one) for name, run in runs.items() for one in run.findings],
-        differing=_differing(runs),
-    )
-
-
-def _write(
-    path: Path, name: str, run: RunData, lines: list[Any], titles: tuple[str, str], *, live: bool = False, **parts: Any
-) -> Path:
-    """The page `name` with the panels `lines` and what else the run has; `titles`: of its first and last section."""
-    spreads, timing = pictures.histogram_specs(run.histograms), pictures.timing_spec(run.metrics)
-    opening, sections = _opening(run.samples), {"findings": titles[0]}
-    shown = {section: [one for one in (*lines, *spreads) if one["section"] == section] for section in pictures.SECTIONS}
-    shown = {section: found for section, found in shown.items() if found or (section == "time" and timing)}
-    sections |= {section: pictures.SECTIONS[section] for section in shown}
-    sections |= {"samples": "Samples"} if run.samples else {}
-    sections |= {"metrics": "Every metric", "config": titles[1]}
-    numbers = {one["id"]: pictures.panel_table(one, run.metrics) for one in lines}
-    numbers |= {one["id"]: pictures.spread_table(one) for one in spreads}
-    numbers |= {"": pictures.metrics_table(run.metrics)} | ({"timing": pictures.timing_table(timing)} if timing else {})
-    data = {
-        "metrics": _curves(run.metrics),
-        "panels": lines,
-        "spreads": spreads,
-        "timing": timing,
-        "samples": run.samples,
-        "opening": opening,
-        "live": live,
-    }
-    page = render_page(
-        name,
-        data,
-        script="report",
-        sections=sections,
-        pictures=shown,
-        timing=timing,
-        numbers=numbers,
-        samples=run.samples,
-        said=_said(run.samples[opening]) if run.samples else None,
-        **parts,
-    )
-    write_atomically(path, page)
-    return path
+    write_atomically(run_dir / REPORT_FILE, page)
+    return run_dir / REPORT_FILE
 
 
 def _curves(metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
+    """Every metric as [index of its steps in `steps`, values]; metrics measured at the same steps share them."""
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
     for key, series in sorted(metrics.items()):
         thinned = thin(series)
-        place = steps.setdefault(tuple(thinned.steps), len(steps))
-        curves[key] = [place, [rounded(value) for value in thinned.values]]
-    return {"steps": [list(one) for one in steps], "curves": curves}
+        index = steps.setdefault(tuple(thinned.steps), len(steps))
+        curves[key] = [index, [rounded(value) for value in thinned.values]]
+    return {"steps": [list(numbers) for numbers in steps], "curves": curves}
 
 
 def _heading(run: RunData) -> str:
-    """The run's name; where it has kept the default one, that of its folder."""
+    """The run's name; of a run without one, its folder's."""
     name, folder = get_at(run.config, "trainer.experiment_name"), run.folder.resolve()
     return str(name) if name not in (None, "run") else f"{folder.parent.name}/{folder.name}"
 
 
 def _opening(samples: list[dict[str, Any]]) -> int:
-    """Which samples are shown first: the last of training that show what is learnt from, answers to one prompt with
-    different rewards; else different rewards; else the last of training."""
-
-    def tells(group: Mapping[str, Any]) -> tuple[bool, bool]:
-        rewards = {(record["uid"], record["reward"]) for record in group["records"]}
-        return len(rewards) > len({uid for uid, _ in rewards}), len({reward for _, reward in rewards}) > 1
-
-    places = range(len(samples))
-    return max(places, key=lambda i: (samples[i]["split"] == "train", *tells(samples[i]), i), default=0)
-
-
-def _said(group: Mapping[str, Any]) -> pictures.Table:
-    """The samples of a step as a table."""
-    shown = ((one["prompt"], "".join(one["tokens"]), one["reward"], one["ground_truth"]) for one in group["records"])
-    rows = [[prompt, response, short(reward), str(truth)] for prompt, response, reward, truth in shown]
-    return ["prompt", f"response at step {group['step']}", "reward", "expected"], rows
+    """The samples to show first: the last of training with different rewards, else the last of training."""
+    differ = [len({record["reward"] for record in group["records"]}) > 1 for group in samples]
+    return max(range(len(samples)), key=lambda i: (samples[i]["split"] == "train", differ[i], i), default=0)
 
 
 def _facts(run: RunData) -> Iterator[str]:
@@ -174,7 +102,7 @@ def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
     for source, scores in sorted(validation_scores(run.metrics).items()):
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
     yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), best=True)
-    yield from _knowledge(run)
+    yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), best=True)
     yield from _journey("Weight of the critic's baseline", run.metrics.get("critic/gate"))
     yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"))
     yield from _journey("Response length", run.metrics.get("response_length/mean"))
@@ -182,22 +110,6 @@ def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
         rate = run.metrics.get("perf/throughput")
         speed = f"; {median(rate.finite()):,.0f} tok/s" if rate and rate.finite() else ""
         yield "Seconds per step", format_seconds(median(seconds.finite())), f"median{speed}"
-
-
-def _knowledge(run: RunData) -> Iterator[tuple[str, str, str]]:
-    """The critic's explained variance. It falls however good the critic is once returns hardly vary any more, since a
-    share of nothing is left to explain: then its highest stands first."""
-    series = run.metrics.get("critic/vf_explained_var")
-    spread = {step: one.variance**0.5 for step, one in run.histograms.get("critic/returns/histogram", [])}
-    if series is None or not series.finite():
-        return
-    peak, last = max(series.finite()), series.finite()[-1]
-    at = max(step for step, value in zip(series.steps, series.values, strict=True) if value == peak)
-    if spread and last < 0.5 * peak and (now := spread[max(spread)]) < 0.5 * (then := max(spread.values())):
-        why = f"at step {at}; now {short(last)}, where returns hardly differ (spread {short(now)}, once {short(then)})"
-        yield "Explained variance, highest", short(peak), why
-    else:
-        yield from _journey("Explained variance", series, best=True)
 
 
 def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterator[tuple[str, str, str]]:
@@ -210,33 +122,3 @@ def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterat
         step = series.steps[series.values.index(max(numbers))]
         detail += f"; best {short(max(numbers))} at step {step}"
     yield label, short(numbers[-1]), detail
-
-
-def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-    """Each panel that a run has, with one line from every run that has it: the first of the first such run."""
-    panels: dict[str, dict[str, Any]] = {}
-    for place, (name, run) in enumerate(runs.items(), start=1):
-        for panel in pictures.panel_specs(run.metrics):
-            lines = {line["label"]: line for line in panel["lines"]}
-            title, first = panel["title"], next(iter(lines))
-            named = {"title": f"{title}: {first}" if len(lines) > 1 else title, "of": first, "lines": []}
-            shown = panels.setdefault(panel["id"], panel | named)
-            if line := lines.get(shown["of"]):
-                its_own = {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
-                shown["lines"].append(line | its_own)
-    return [*panels.values()]
-
-
-def _ends(runs: Mapping[str, RunData]) -> pictures.Table:
-    """The tiles of every run as a table."""
-    tiles = {name: {label: f"{value} ({more})" for label, value, more in tiles_of(run)} for name, run in runs.items()}
-    heads = list(dict.fromkeys(label for found in tiles.values() for label in found))
-    return ["run", *heads], [[name, *(found.get(head, "") for head in heads)] for name, found in tiles.items()]
-
-
-def _differing(runs: Mapping[str, RunData]) -> pictures.Table:
-    """The settings that are not the same in all runs."""
-    flat = [{key: show(value).strip("'") for key, value in flatten(run.config).items()} for run in runs.values()]
-    keys = sorted({key for one in flat for key in one})
-    rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
-    return ["key", *runs], [row for row in rows if len({*row[1:]}) > 1]

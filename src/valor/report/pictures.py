@@ -1,94 +1,98 @@
-"""What a report draws: curves (assets/panels.yaml says which, and what to look for in them), spreads, and times."""
+"""Figures of a report: curves (assets/panels.yaml lists them), spreads over steps, and times."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import yaml
 
-from valor.report.run_data import Series, StepHistogram, evenly_spaced, rounded
+from valor.report.figures import Figure, Table, as_text, band, curves_table, figure, level, points, titled
+from valor.report.run_data import MAX_POINTS, Series, StepHistogram, evenly_spaced, rounded
 from valor.report.skeleton import asset, short
 from valor.tracking.metrics import Histogram
 
 _CONTENT: dict[str, Any] = yaml.safe_load(asset("panels.yaml"))
 SECTIONS: dict[str, str] = _CONTENT["sections"]
-_PLAIN = {"unit": "", "log": False, "bounds": None, "levels": [], "markers": False, "smooth": True}
-_NUM_ROWS = 40  # common bins of a spread
-_MAX_COLUMNS = 160  # steps of a spread
-_TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
 _PHASES: dict[str, str] = _CONTENT["phases"]
 _AFTER_THE_STEP = ("testing", "save_checkpoint")
 _MAX_BARS = 120
-_TABLE_ROWS = 16
-Table = tuple[list[str], list[list[str]]]  # heads, rows
 
 
-def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """The panels that this run has data for, as the page's script reads them; the curves stay in the metrics."""
+def panels(metrics: Mapping[str, Series]) -> Iterator[Figure]:
+    """The panels that this run has data for; the curves stay in the page's metrics."""
     reward, *others = _CONTENT["panels"]
-    specs = []
     for panel in [reward, *_validation_panels(metrics), *others]:
-        lines = []
-        for place, line in enumerate(panel["lines"], start=1):
-            key = next((key for key in line["keys"] if key in metrics and metrics[key].finite()), None)
-            if key is None or ("unless_same" in line and any(metrics[key] == metrics[one["key"]] for one in lines)):
-                continue
-            look = {"style": line.get("style", "solid"), "color": line.get("color", place)}
-            last = _as_text(metrics[key].finite()[-1], panel.get("unit", ""))
-            lines.append({"label": line["label"], "key": key, "last": last, **look})
-        if lines and panel.get("needs", lines[0]["key"]) in metrics:
-            specs.append(_PLAIN | panel | {"lines": lines})
-    return specs
+        lines: dict[str, dict[str, Any]] = {}  # by metric
+        for index, (label, line) in enumerate(panel["lines"].items(), start=1):
+            look = {"label": label, "style": "solid", "colour": f"--c{(index - 1) % 12 + 1}"}
+            look |= {"keys": [line]} if isinstance(line, str) else line
+            key = next((key for key in look["keys"] if key in metrics and metrics[key].finite()), None)
+            is_double = "unless_same" in look and any(metrics[key] == metrics[other] for other in lines if key)
+            if key is not None and not is_double:
+                lines[key] = look
+        if lines and panel.get("needs", next(iter(lines))) in metrics:
+            series = {key: metrics[key] for key in lines}
+            traces = [trace for key, line in lines.items() for trace in _traces(panel, line, key, series[key])]
+            curves = {lines[key]["label"]: dict(zip(s.steps, s.values, strict=True)) for key, s in series.items()}
+            table = curves_table(curves, panel.get("unit", ""))
+            layout = _layout(panel, list(series.values()))
+            shown = figure(panel["id"], panel["title"], panel["note"], traces, layout, table)
+            yield shown | {"section": panel["section"]}
 
 
-def panel_table(panel: Mapping[str, Any], metrics: Mapping[str, Series]) -> Table:
-    """The numbers of a panel's lines."""
-    found = {line["label"]: metrics[line["key"]] for line in panel["lines"]}
-    curves = {label: dict(zip(one.steps, one.values, strict=True)) for label, one in found.items()}
-    return curves_table(curves, panel["unit"])
+def _traces(panel: Mapping[str, Any], line: Mapping[str, Any], key: str, series: Series) -> Iterator[dict[str, Any]]:
+    """A metric's curve, named with its last value; of a long noisy one, faint, with a trend over it."""
+    unit, colour, style = panel.get("unit", ""), line["colour"], line["style"]
+    few = panel.get("markers") or len(series.steps) < 3
+    has_trend = panel.get("smooth", True) and len(series.steps) >= 40 and not few and style != "faint"
+    faint = (0.2 if style == "dash" else 0.32) if has_trend else 0.45 if style == "faint" else 1
+    common = {"curve": key, "legendgroup": key}
+    look = {"color": colour, "width": 1.2 if has_trend else 2, "dash": "5px,4px" if style == "dash" else "solid"}
+    hover = f"{line['label']}: %{{y{':.1%' if unit == '%' else ':.4~g'}}}<extra></extra>"
+    name = f"{line['label']} {as_text(series.finite()[-1], unit)}"
+    mode = {"mode": "lines+markers" if few else "lines", "marker": {"size": 6, "color": colour}, "opacity": faint}
+    yield {**common, **mode, "name": name, "showlegend": not has_trend, "line": look, "hovertemplate": hover}
+    if has_trend:
+        trend = {"trend": True, "mode": "lines", "hoverinfo": "skip", "name": name}
+        yield {**common, **trend, "line": look | {"width": 2.2}}
 
 
-def curves_table(curves: Mapping[str, Mapping[int, float | None]], unit: str = "") -> Table:
-    """Curves, each {step: value}, at some of their steps, the first and the last among them."""
-    steps = evenly_spaced(sorted(set().union(*curves.values())), _TABLE_ROWS)
-    rows = [[str(i), *(_as_text(one[i], unit) if i in one else "" for one in curves.values())] for i in steps]
-    return ["step", *curves], rows
+def _layout(panel: Mapping[str, Any], curves: list[Series]) -> dict[str, Any]:
+    values = [value for series in curves for value in series.finite()]
+    first, last = min(series.steps[0] for series in curves), max(series.steps[-1] for series in curves)
+    x, y = titled("step"), {}
+    if last - first <= 6:
+        x["dtick"] = 1  # no step 1.2
+    if last == first:
+        x["range"] = [first - 0.6, last + 0.6]
+    if len({*values}) == 1:  # not an axis around one number
+        y["range"] = [min(0.0, 1.1 * values[0]), max(0.0, 1.1 * values[0]) or 1]
+    if panel.get("unit") == "%":
+        y["tickformat"] = ".1%" if max(values) < 0.05 else ".0%"
+    levels = panel.get("levels", [])
+    if panel.get("log") and max(values) > 0:
+        y |= {"type": "log", "dtick": 1, "nticks": 0}
+    elif bounds := panel.get("bounds"):
+        least = min(*values, *levels, bounds[1])
+        y["range"] = [bounds[0] if least < bounds[0] else least - 0.05, bounds[1]]
+    return {"xaxis": x, "yaxis": y, "hovermode": "x unified", "shapes": [level(at) for at in levels]}
 
 
 def metrics_table(metrics: Mapping[str, Series]) -> Table:
     """Every metric: where it began and ended, and its extremes."""
-    found = {key: one.finite() for key, one in sorted(metrics.items()) if one.finite()}
-    rows = [[key, *map(short, (one[0], one[-1], min(one), max(one)))] for key, one in found.items()]
+    values = {key: series.finite() for key, series in sorted(metrics.items()) if series.finite()}
+    rows = [[key, *map(short, (of[0], of[-1], min(of), max(of)))] for key, of in values.items()]
     return ["metric", "first", "last", "lowest", "highest"], rows
-
-
-def spread_table(spread: Mapping[str, Any]) -> Table:
-    """Mean and standard deviation of a spread at some of its steps."""
-    rows, shares = np.array(spread["rows"]), np.array(spread["shares"])
-    mean = rows @ shares / shares.sum(0)
-    deviation = np.sqrt(np.maximum(rows**2 @ shares / shares.sum(0) - mean**2, 0.0))
-    shown = evenly_spaced([*zip(spread["steps"], mean, deviation, strict=True)], _TABLE_ROWS)
-    return ["step", "mean", "standard deviation"], [[str(step), short(m), short(d)] for step, m, d in shown]
-
-
-def timing_table(timing: Mapping[str, Any]) -> Table:
-    """Seconds and share of each phase in the whole run."""
-    sums = {phase["label"]: sum(phase["seconds"]) for phase in timing["phases"]}
-    return ["phase", "seconds", "share"], [[k, short(v), f"{v / sum(sums.values()):.1%}"] for k, v in sums.items()]
-
-
-def _as_text(value: float | None, unit: str) -> str:
-    return f"{value:.1%}" if unit == "%" and value is not None else short(value)
 
 
 def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Mean accuracy per data source, and what several samples of a prompt reach together."""
     parts = {key: key.split("/", 1)[1].rsplit("/", 2) for key in sorted(metrics) if key.startswith("val-core/")}
     several_sources = len({source for source, *_ in parts.values()}) > 1
-    lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    lines: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for key, (source, *_, statistic) in parts.items():
         label = f"{source.rpartition('/')[2]} {statistic}" if several_sources else statistic
-        lines[statistic.startswith("mean@")].append({"label": label, "keys": [key]})
+        lines[statistic.startswith("mean@")][label] = key
     shared = {"section": "learning", "markers": True}
     once, several = "Mean score on held-out prompts.", "Held-out prompts with several samples each."
     return [
@@ -97,71 +101,62 @@ def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     ]
 
 
-def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[str, Any]]:
-    """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step].
-
-    Returns are shown beside values only.
-    """
-    specs = []
+def spreads(histograms: Mapping[str, list[StepHistogram]]) -> Iterator[Figure]:
+    """Median, and the band that holds four fifths, of the tokens of each step. Returns are shown beside values only."""
     for name, about in _CONTENT["spreads"].items():
-        found = histograms.get(f"critic/{name}/histogram")
-        if not found or (name == "returns" and "critic/values/histogram" not in histograms):
-            continue
-        shown = evenly_spaced(found, _MAX_COLUMNS)
-        edges = np.linspace(*_ends([one for _, one in shown]), _NUM_ROWS + 1)
-        columns = {
-            "steps": [step for step, _ in shown],
-            "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
-            "shares": np.round(np.stack([_shares(one, edges) for _, one in shown], axis=1), 4).tolist(),
-        }
-        specs.append({"id": f"{name}-spread", "title": f"Spread of the {name}", **about, **columns})
-    return specs
+        recorded = histograms.get(f"critic/{name}/histogram")
+        if recorded and (name != "returns" or "critic/values/histogram" in histograms):
+            steps, spreads = zip(*evenly_spaced(recorded, MAX_POINTS), strict=True)
+            low, middle, high = (list(ends) for ends in zip(*map(_quantiles, spreads), strict=True))
+            lines = [band(steps, low, high, "--c1"), points(steps, middle, "median", "--c1", mode="lines")]
+            shown = figure(f"{name}-spread", f"Spread of the {name}", about["note"], lines, {"xaxis": titled("step")})
+            yield shown | {"section": about["section"]}
 
 
-def _ends(spreads: list[Histogram]) -> tuple[float, float]:
-    """Where the run's entries begin and end, but for their tails."""
-    centres = np.concatenate([one.centres for one in spreads])
-    counts = np.concatenate([one.counts for one in spreads]).astype(float)
-    order = np.argsort(centres)
-    reached = np.cumsum(counts[order]) / counts.sum()
-    low, high = (float(centres[order][np.searchsorted(reached, at)]) for at in (_TAIL, 1 - _TAIL))
-    room = 0.02 * (high - low) or 0.5
-    return low - room, high + room
+def _quantiles(spread: Histogram) -> list[float]:
+    """The first tenth, the median and the last tenth; entries lie evenly in their bins."""
+    reached = np.concatenate([[0.0], np.cumsum(spread.counts)]) / sum(spread.counts)
+    return [float(f"{value:.4g}") for value in np.interp([0.1, 0.5, 0.9], reached, spread.edges)]
 
 
-def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
-    """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
-    reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
-    inner = np.interp(edges[1:-1], one.edges, reached)
-    return np.diff(np.concatenate([[0.0], inner, [1.0]]))
+def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
+    """Shares of each phase in bars, a step each; nothing if the run did not time its steps.
 
-
-def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
-    """Seconds of each phase per step, in bars of equally many steps; None if the run did not time its steps.
-
-    Of phases that ran at the same time the one that began first has the seconds: the others were waited for only after
-    it. What a step took beyond its phases is the phase "other"; validation and saving come after the step.
+    Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
+    validation and saving come after the step.
     """
-    whole = metrics.get("timing_s/step", Series([], []))
-    steps = [step for step, total in zip(whole.steps, whole.values, strict=True) if total]
+    total = metrics.get("timing_s/step", Series([], []))
+    steps = [step for step, seconds in zip(total.steps, total.values, strict=True) if seconds]
     names = sorted({key.removeprefix("timing_s/") for key in metrics if key.startswith("timing_s/")} - {"step"})
     if not names or not steps:
-        return None
+        return
 
     def of_steps(key: str) -> np.ndarray:
-        found = metrics.get(key, Series([], []))
-        by_step = dict(zip(found.steps, found.values, strict=True))
+        series = metrics.get(key, Series([], []))
+        by_step = dict(zip(series.steps, series.values, strict=True))
         return np.array([by_step.get(step) or 0.0 for step in steps])
 
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
-    within = [one for name, one in seconds.items() if name not in _AFTER_THE_STEP]
+    within = [array for name, array in seconds.items() if name not in _AFTER_THE_STEP]
     seconds["other"] = of_steps("timing_s/step") - sum(within)
-    per_bar = -(-len(steps) // _MAX_BARS)
-    bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
-    phases = []
-    for name in [one for one in _PHASES if one in seconds] + [one for one in seconds if one not in _PHASES]:
-        sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
-        if sums.any():
-            label = _PHASES.get(name, name.replace("_", " "))
-            phases.append({"label": label, "seconds": [rounded(one) for one in sums]})
-    return {"bars": [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars], "phases": phases}
+    shown = evenly_spaced(range(len(steps)), _MAX_BARS)
+    totals = {
+        name: float(seconds[name].clip(0.0).sum()) for name in sorted(seconds, key=[*_PHASES, *names, "other"].index)
+    }
+    totals = {name: total for name, total in totals.items() if total}
+    labels = {name: _PHASES.get(name, name.replace("_", " ")) for name in totals}
+    shares = {name: f"{total / sum(totals.values()):.1%}" for name, total in totals.items()}
+    x = [str(steps[i]) for i in shown]
+    heights = {name: [rounded(float(seconds[name][i])) for i in shown] for name in totals}
+    traces = [
+        {"type": "bar", "x": x, "y": heights[name], "customdata": heights[name], "name": f"{label} {shares[name]}"}
+        | {"marker": {"color": "--c12" if label == "other" else f"--c{i % 11 + 1}", "line": {"width": 0}}}
+        | {"hovertemplate": f"step %{{x}}<br>{label}: %{{customdata:.3~g}} s, %{{y:.0f}}%<extra></extra>"}
+        for i, (name, label) in enumerate(labels.items())
+    ]
+    axis = titled("step", type="category", showgrid=False, nticks=12, tickangle=0)
+    layout = {"barmode": "stack", "barnorm": "percent", "bargap": 0 if len(x) > 60 else 0.12, "height": 290}
+    layout |= {"xaxis": axis, "yaxis": {"ticksuffix": "%", "range": [0, 100]}}
+    table = ["phase", "seconds", "share"], [[labels[name], short(totals[name]), shares[name]] for name in totals]
+    bars = figure("timing", "Where a step's time goes", "Share of each phase.", traces, layout, table)
+    yield bars | {"section": "time", "wide": True}

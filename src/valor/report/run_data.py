@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from valor.config.tree import flatten
 from valor.errors import UserError
@@ -39,7 +40,7 @@ StepHistogram = tuple[int, Histogram]
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report is made of."""
+    """The content of a report."""
 
     folder: Path
     metrics: dict[str, Series]
@@ -73,7 +74,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl has of each step, in order; of lines about the same step the later one wins."""
+    """The metrics of each step in metrics.jsonl, in order; of lines about the same step the later one wins."""
     merged: dict[int, dict[str, Any]] = {}
     for record in _read_lines(path):
         merged.setdefault(record["step"], {}).update(record)
@@ -96,13 +97,13 @@ def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series]
 
 
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Up to eight steps of each split, training first: `step`, `split`, up to eight samples as `records`, and how many
-    the run recorded there (`available`)."""
+    """Up to MAX_SAMPLE_STEPS steps of each split, training first: `step`, `split`, the first samples as `records`, and
+    the number of those recorded (`available`)."""
     files = [(step_of_samples(path), path) for path in (run_dir / SAMPLES_DIR).glob("*.jsonl")]
     groups = []
     for split in ("train", "val"):
-        own = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
-        for step, path in evenly_spaced(sorted(own), MAX_SAMPLE_STEPS):
+        steps = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
+        for step, path in evenly_spaced(sorted(steps), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
             try:
                 shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
@@ -123,13 +124,11 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     """At most `limit` points that draw the same curve: of each stretch the lowest and the highest, so spikes stay."""
     if len(series.steps) <= limit:
         return series
-    buckets = limit // 2
-    kept: set[int] = set()
-    for start, stop in pairwise(len(series.steps) * bucket // buckets for bucket in range(buckets + 1)):
-        measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
-        kept |= {measured[0][1], measured[-1][1]} if measured else {start}
-    order = sorted(kept)
-    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
+    chosen: set[int] = set()
+    for stretch in np.array_split(np.arange(len(series.steps)), limit // 2):
+        measured = [i for i in stretch.tolist() if series.values[i] is not None] or [int(stretch[0])]
+        chosen |= {min(measured, key=series.values.__getitem__), max(measured, key=series.values.__getitem__)}
+    return Series([series.steps[i] for i in sorted(chosen)], [series.values[i] for i in sorted(chosen)])
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -152,17 +151,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shorten(record: dict[str, Any]) -> dict[str, Any]:
-    """The record without the middle of a long prompt and the last tokens of a long response (`tokens_left_out`)."""
-    prompt, half = record["prompt"], MAX_PROMPT_CHARACTERS // 2
-    if len(prompt) > MAX_PROMPT_CHARACTERS:
-        left_out = len(prompt) - MAX_PROMPT_CHARACTERS
-        record = {**record, "prompt": f"{prompt[:half]}\n[… {left_out} characters …]\n{prompt[-half:]}"}
-    count = len(record["tokens"])
-    if count <= MAX_TOKENS_PER_SAMPLE:
-        return record
-    by_token = {key: value for key, value in record.items() if isinstance(value, list) and len(value) == count}
-    cut = {key: value[:MAX_TOKENS_PER_SAMPLE] for key, value in by_token.items()}
-    return {**record, **cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
+    """The record with the end of a long prompt and the first tokens of a long response (`tokens_left_out`)."""
+    count, limit = len(record["tokens"]), MAX_TOKENS_PER_SAMPLE
+    by_token = {key: value[:limit] for key, value in record.items() if isinstance(value, list) and len(value) == count}
+    prompt = record["prompt"]
+    shown = prompt if len(prompt) <= MAX_PROMPT_CHARACTERS else f"[…] {prompt[-MAX_PROMPT_CHARACTERS:]}"
+    return {**record, **by_token, "prompt": shown, "tokens_left_out": max(0, count - limit)}
 
 
 def rounded(value: float | None) -> float | None:

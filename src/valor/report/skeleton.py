@@ -14,21 +14,20 @@ from markupsafe import Markup
 _ASSETS = resources.files("valor.report") / "assets"
 
 
-def render_page(name: str, data: Any, *, script: str = "", **parts: Any) -> str:
-    """The page's text: assets/`name`.html with `parts`, and `data` (JSON values) for assets/`script or name`.js.
+def render_page(name: str, data: Any, **parts: Any) -> str:
+    """The page's text: assets/`name`.html with `parts`, and `data` (JSON values) for assets/`name`.js.
 
-    The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js; a stylesheet
-    assets/`name`.css is added to the common one. The same arguments give the same text.
+    The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js. The same arguments
+    give the same text.
     """
-    styles = dict.fromkeys(["report.css", f"{name}.css"])
-    drawing = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{script or name}.js")}}});'
-    made = {
-        "style": "".join(asset(one) for one in styles if (_ASSETS / one).is_file()),
+    drawing = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{name}.js")}}});'
+    texts = {
+        "style": asset("report.css"),
         "data": htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         "plotly": _packed_plotly(),
         "script": asset("unpack.js") + drawing,
     }
-    trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
+    trusted = {part: Markup(text) for part, text in texts.items()}  # all other text is escaped
     return _TEMPLATES.get_template(f"{name}.html").render(**parts, **trusted)
 
 
@@ -50,9 +49,11 @@ def model_name(path: str) -> str:
 
 @cache
 def _packed_plotly() -> str:
-    """plotly.js, gzip in base64: 1.9 MB instead of 4.8; the page unpacks it in a tenth of a second."""
-    from plotly.offline import get_plotlyjs
-
+    """plotly.js, gzip in base64: 1.9 MB instead of 4.8; the page unpacks it in a tenth of a second. "": no plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return ""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 

@@ -15,7 +15,6 @@ from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cac
 from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
-from sympy.core.parameters import global_parameters
 from sympy.core.relational import Relational
 
 from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
@@ -69,7 +68,6 @@ def forget() -> None:
     for cached in (extract_latex, parse_expr_cached, parse_latex_cached):
         cached.cache_clear()
     clear_cache()
-    global_parameters.evaluate = True
 
 
 def _constant(parsed: Sequence[Any]) -> Expr | None:

@@ -170,7 +170,7 @@ def _read(clause: str, options: Mapping[str, str]) -> _Clause:
     denied, chosen, rank, end = set[str](), set[str](), 0, 0
     groups = list(_GROUP.finditer(clause))
     for number, group in enumerate(groups):
-        letters = {re.sub(r"\W", "", one).upper() for one in re.findall(_LETTER, group[0])}
+        letters = {re.sub(r"\W", "", letter).upper() for letter in re.findall(_LETTER, group[0])}
         letters &= set(options or LETTERS)
         before, end = clause[end : group.start()], group.end()
         after = clause[end : groups[number + 1].start() if number + 1 < len(groups) else None]
@@ -179,10 +179,10 @@ def _read(clause: str, options: Mapping[str, str]) -> _Clause:
         if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after):
             denied |= letters
             continue
-        found = _rank(before, after, number == 0)
-        if found >= rank > 0 or found > rank:
-            chosen = letters | (chosen if found == rank else set())
-            rank = found
+        its_rank = _rank(before, after, number == 0)
+        if its_rank >= rank > 0 or its_rank > rank:
+            chosen = letters | (chosen if its_rank == rank else set())
+            rank = its_rank
     return _Clause(denied, chosen, rank, _CORRECTION.search(clause) is not None)
 
 
@@ -200,15 +200,15 @@ def _rank(before: str, after: str, is_first: bool) -> int:
 def _with_letters(text: str, options: Mapping[str, str]) -> str:
     """The text with (B) for the text of option B."""
     names = {
-        re.sub(r"^(?:the|an?) ", "", half_width(option).strip().lower()): letter for letter, option in options.items()
+        re.sub(r"^(?:the|an?) ", "", half_width(wording).strip().lower()): letter for letter, wording in options.items()
     }
     longest = sorted(filter(None, names), key=len, reverse=True)
     pattern = "|".join(
         re.escape(name) if not name.isascii() else rf"(?<![\w.-]){re.escape(name)}(?!\w)" for name in longest
     )
     article = r"(?:\b(?:the|an?) )?"
-    found = re.compile(f"{article}({pattern})", re.IGNORECASE)
-    return found.sub(lambda match: f"({names[match[1].lower()]})", text) if longest else text
+    option = re.compile(f"{article}({pattern})", re.IGNORECASE)
+    return option.sub(lambda match: f"({names[match[1].lower()]})", text) if longest else text
 
 
 def _by_text(text: str, options: Mapping[str, str]) -> str:
@@ -235,10 +235,10 @@ def _right_letter(truth: Any, options: Mapping[str, str]) -> str:
     """Raises ValueError when the ground truth names no option: the data is wrong."""
     text = str(truth).strip()
     if text.isdigit() and text not in options.values():
-        place = int(text)
+        index = int(text)
         letters = list(options) or list(LETTERS[:_DEFAULT_CHOICES])
-        if 0 <= place < len(letters):
-            return letters[place]
+        if 0 <= index < len(letters):
+            return letters[index]
     match = re.fullmatch(r"\(?([A-Za-z])\)?[.:)]?", text)
     if match and (match[1].upper() in options or not options):
         return match[1].upper()

@@ -9,11 +9,11 @@ import builtins
 import json
 import math
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -22,9 +22,9 @@ from valor.sandbox import Limits, Sandbox, strongest_level
 from valor.sandbox.payload import same
 
 _PYTHON = ("python", "py", "python3")
-_FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
-_LONG = 4000  # digits of an integer that stays text: Python refuses to read or print one of more than 4,300
-_LONG_LITERAL = re.compile(rf"\d{{{_LONG},}}")
+_BLOCK = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[`~]*\s*?$|\Z)", re.MULTILINE | re.DOTALL
+)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What solutions of LeetCode's form take for granted.
@@ -114,7 +114,7 @@ def extract_code(text: str, name: str = "") -> tuple[str, bool]:
     defines that function. A block that is never closed ends with the text.
     """
     text = after_thinking(text)
-    blocks = _fenced_blocks(text)
+    blocks = [(block[2].lower(), textwrap.dedent(block[3].removesuffix("\n"))) for block in _BLOCK.finditer(text)]
     blocks = [b for language, b in blocks if language in _PYTHON] or [b for language, b in blocks if not language]
     if not blocks:
         return text, False
@@ -135,15 +135,16 @@ def same_output(output: str, expected: str) -> bool:
 
 def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
     """The tests in a ground truth, in any of the forms of docs/sandbox.md. Raises ValueError for anything else."""
-    given = ground_truth
-    if isinstance(given, str):
+    sys.set_int_max_str_digits(0)  # tests may have integers of any length
+    truth = ground_truth
+    if isinstance(truth, str):
         try:
-            given = _from_json(given)
+            truth = json.loads(truth)
         except ValueError:
-            given = [given]
-    if isinstance(given, Mapping):
-        return _tests_of_mapping(given)
-    if isinstance(given, Iterable) and not isinstance(given, str) and (tests := list(given)):
+            truth = [truth]
+    if isinstance(truth, Mapping):
+        return _tests_of_mapping(truth)
+    if isinstance(truth, Iterable) and not isinstance(truth, str) and (tests := list(truth)):
         if all(isinstance(test, str) for test in tests):
             return _assertions(tests)
         cases: list[Mapping[str, Any]] = [test for test in tests if isinstance(test, Mapping)]
@@ -154,29 +155,26 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
     raise ValueError(f"the ground truth has no tests: {str(ground_truth)[:80]!r}")
 
 
-def _tests_of_mapping(given: Mapping[str, Any]) -> ProgramTests | FunctionTests:
-    found: ProgramTests | FunctionTests | None = None
-    if {"inputs", "outputs"} <= set(given) and len(given["inputs"]) == len(given["outputs"]) > 0:
-        if given.get("fn_name"):
-            found = _call_tests(given["fn_name"], given["inputs"], given["outputs"])
+def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
+    if {"inputs", "outputs"} <= set(truth) and len(truth["inputs"]) == len(truth["outputs"]) > 0:
+        if truth.get("fn_name"):
+            tests = _call_tests(truth["fn_name"], truth["inputs"], truth["outputs"])
         else:
-            found = ProgramTests(list(map(_as_text, given["inputs"])), list(map(_as_text, given["outputs"])))
-    elif given.get("test") and given.get("entry_point"):
-        name, prompt = given["entry_point"], given.get("prompt") or ""
+            tests = ProgramTests(list(map(_as_text, truth["inputs"])), list(map(_as_text, truth["outputs"])))
+    elif truth.get("test") and truth.get("entry_point"):
+        name, prompt = truth["entry_point"], truth.get("prompt") or ""
         try:
-            compile(_LONG_LITERAL.sub("0", prompt), "prompt", "exec")
-            setup = [prompt]  # its helpers, as they were given and not as they are answered
+            compile(prompt, "prompt", "exec")
+            setup = [prompt]  # its helpers, as the prompt has them and not as the response has them
         except (SyntaxError, ValueError):
             setup = []
-        found = FunctionTests([f"{given['test']}\n\ncheck({name})\n"], setup, [name], prompt)
-    elif len(given.get("test_list", ())):
-        setup = [*given.get("test_imports", ()), given.get("test_setup_code") or ""]
-        found = _assertions(list(given["test_list"]), setup)
-    if found is not None and given.get("time_limit"):
-        found = replace(found, seconds=math.ceil(given["time_limit"]))
-    if found is None:
-        raise ValueError(f"the ground truth has no tests, it has {', '.join(map(str, given)) or 'nothing'}")
-    return found
+        tests = FunctionTests([f"{truth['test']}\n\ncheck({name})\n"], setup, [name], prompt)
+    elif len(truth.get("test_list", ())):
+        setup = [*truth.get("test_imports", ()), truth.get("test_setup_code") or ""]
+        tests = _assertions(list(truth["test_list"]), setup)
+    else:
+        raise ValueError(f"the ground truth has no tests, it has {', '.join(map(str, truth)) or 'nothing'}")
+    return replace(tests, seconds=math.ceil(truth["time_limit"])) if truth.get("time_limit") else tests
 
 
 def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTests:
@@ -190,8 +188,8 @@ def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTest
             if any(_called(inner) in unknown for inner in ast.walk(asserted) if inner is not asserted):
                 judges.add(_called(asserted))
     # Names that Python has are Python's, or `abs = lambda x: 0` would pass many tests; unless no others are called.
-    own = [n for n in unknown if not (hasattr(builtins, n) or hasattr(math, n) or n in judges)]
-    return FunctionTests(tests, setup, own or unknown or [""])
+    candidates = [n for n in unknown if not (hasattr(builtins, n) or hasattr(math, n) or n in judges)]
+    return FunctionTests(tests, setup, candidates or unknown or [""])
 
 
 def _called(node: ast.AST) -> str | None:
@@ -201,7 +199,7 @@ def _called(node: ast.AST) -> str | None:
 def _nodes(test: str) -> list[ast.AST]:
     """What a test consists of, in the order of the text."""
     try:
-        tree = ast.parse(_LONG_LITERAL.sub("0", test))  # what is called counts here, and no value
+        tree = ast.parse(test)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the ground truth has a test that is not Python: {test[:80]!r} ({error})") from None
     # Definitions alone check nothing: HumanEval's check() has to be called.
@@ -215,10 +213,10 @@ def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Fun
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
     calls = [
-        [_from_json(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
+        [json.loads(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
     ]
-    results = [_from_json(output) if isinstance(output, str) else output for output in outputs]
-    data = f"nan, inf = float('nan'), float('inf')\nCALLS = {_printable(calls)!r}\nRESULTS = {_printable(results)!r}"
+    results = [json.loads(output) if isinstance(output, str) else output for output in outputs]
+    data = f"nan, inf = float('nan'), float('inf')\nCALLS = {calls!r}\nRESULTS = {results!r}"
     # APPS wraps every result in a list of one.
     wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
     test = "got = {0}(*CALLS[{1}]); assert __same__(got, RESULTS[{1}])" + (
@@ -245,8 +243,8 @@ def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
 
 
 def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int, int, str | None]:
-    prompt, whole = tests.prompt, not tests.prompt or _defines(code, tests.names[0])
-    if whole:
+    prompt = tests.prompt
+    if not prompt or _defines(code, tests.names[0]):
         codes = [f"{tests.prelude}{prompt}\n\n{code}", code]
     else:  # the body of the function that the prompt begins
         codes = [f"{prompt}\n{textwrap.indent(code, '    ')}"] * fenced + [f"{prompt}{code}"]
@@ -258,52 +256,13 @@ def _sandbox(cpu_seconds: int) -> Sandbox:
     return Sandbox(strongest_level(), Limits(cpu_seconds=cpu_seconds, wall_seconds=_seconds))
 
 
-def _fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language, code) of each fenced block, in order, without the indentation that it has as a whole."""
-    blocks: list[tuple[str, str]] = []
-    fence, language, lines = "", "", []
-    for line in text.splitlines():
-        mark = line.strip()
-        if not fence and (opening := _FENCE.match(mark)):
-            fence, language, lines = opening[1], opening[2].lower(), []
-        elif fence and mark.startswith(fence) and not mark.strip(fence[0]):
-            blocks.append((language, textwrap.dedent("\n".join(lines))))
-            fence = ""
-        elif fence:
-            lines.append(line)
-    return [*blocks, (language, textwrap.dedent("\n".join(lines)))] if fence else blocks
-
-
 def _defines(code: str, name: str) -> bool:
     start = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{re.escape(name)}|Solution)\b|^{re.escape(name)}[ \t]*="
     return bool(name) and re.search(start, code, re.MULTILINE) is not None
 
 
-class _Digits(str):
-    """A long integer as its digits, which is also how it is written in Python."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _LONG else _Digits(digits))
-
-
-def _printable(value: Any) -> Any:
-    """The value with its long integers as `_Digits`."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_printable, value))
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    is_long = isinstance(value, int) and value.bit_length() > 3 * _LONG  # a digit is 3.3 bits
-    return _Digits(f"{Decimal(value):f}") if is_long else value
-
-
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, _printable(value)))
+    return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
 def _same_token(ours: str, right: str) -> bool:

@@ -63,15 +63,15 @@ def grade(
 def puzzle(ground_truth: Any, extra_info: Mapping[str, Any]) -> tuple[Fraction, list[int]]:
     """Target and numbers. Raises ValueError when they are not there: the data is wrong."""
     fields = {**extra_info, **ground_truth} if isinstance(ground_truth, Mapping) else dict(extra_info)
-    given = [int(n) for n in re.findall(r"-?\d+", str(ground_truth))] if not isinstance(ground_truth, Mapping) else []
+    in_text = [] if isinstance(ground_truth, Mapping) else [int(n) for n in re.findall(r"-?\d+", str(ground_truth))]
     names = ("numbers", "nums", "puzzle", "Puzzle", "Puzzles", "input")
-    found = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if len(given) > 1:
-        return Fraction(str(fields.get("target") or _GAME_OF_24)), given
-    if found is None:
+    numbers = next((fields[name] for name in names if fields.get(name) is not None), None)
+    if len(in_text) > 1:
+        return Fraction(str(fields.get("target") or _GAME_OF_24)), in_text
+    if numbers is None:
         raise ValueError(f"the ground truth has no numbers: {str(ground_truth)[:60]!r}")
-    target = fields.get("target") if not given else given[0]
-    return Fraction(str(target or _GAME_OF_24)), [int(n) for n in re.findall(r"\d+", str(found))]
+    target = in_text[0] if in_text else fields.get("target")
+    return Fraction(str(target or _GAME_OF_24)), [int(n) for n in re.findall(r"\d+", str(numbers))]
 
 
 def final_expression(text: str) -> str:

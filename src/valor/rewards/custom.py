@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
-from valor.rewards.functions import reads_transcript
+from valor.rewards.functions import TRANSCRIPT, fields_for
 from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRANSCRIPT = "transcript"  # one that names it gets all that was said, by tools too
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,11 @@ class CustomFunction:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_batch: bool = False
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The names under which it gets a Sample's first fields, in their order."""
-        return tuple(name + "s" * self.whole_batch for name in _ARGUMENTS)
-
-    def names(self, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Those of all fields; "" for what the function does not ask for."""
+    def arguments(self, function: Callable[..., Any]) -> dict[str, str]:
+        """The fields of a Sample that the function gets, and the names of its arguments for them."""
         plural = "s" * self.whole_batch
-        asks = reads_transcript(function, plural) and f"{_TRANSCRIPT}{plural}" not in self.kwargs
-        return (*self.arguments, "", f"{_TRANSCRIPT}{plural}" if asks else "")
+        names = {field: field + plural for field in fields_for(function, plural)}
+        return {field: name for field, name in names.items() if field != TRANSCRIPT or name not in self.kwargs}
 
     def load(self) -> Callable[..., Any]:
         """The function, known to take compute_score's arguments. Sync or async.
@@ -47,14 +40,14 @@ class CustomFunction:
             function = unpickled(self.path)
         else:
             function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
-        names = [name for name in self.names(function) if name]
-        given = dict.fromkeys(names) | dict(self.kwargs)
+        names = self.arguments(function).values()
+        arguments = dict.fromkeys(names) | dict(self.kwargs)
         try:
-            inspect.signature(function).bind(**given)
+            inspect.signature(function).bind(**arguments)
         except TypeError as error:
             raise UserError(
-                f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in given)} ({error}): it "
-                f"must take {', '.join(names)} and the given reward_kwargs"
+                f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in arguments)} ({error}): "
+                f"it must take {', '.join(names)} and the reward_kwargs"
             ) from None
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass

@@ -11,8 +11,8 @@ PROMPT = "prompt"
 """The entry of `extra_info` that has a row's prompt as it was given, for functions in TRL's form."""
 
 _NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # which TRL's trainer passes
-_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRANSCRIPT = "transcript"
+FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRANSCRIPT = "transcript"
 
 
 class RewardFunctions:
@@ -29,61 +29,65 @@ class RewardFunctions:
         if not functions:
             raise UserError("reward is an empty list: put functions into it, or leave it out")
         try:
-            given = [1.0] * len(functions) if weights is None else weights
-            self._weights = [float(weight) for weight, _ in zip(given, functions, strict=True)]
+            weights_or_ones = [1.0] * len(functions) if weights is None else weights
+            self._weights = [float(weight) for weight, _ in zip(weights_or_ones, functions, strict=True)]
         except (TypeError, ValueError):
             raise UserError(f"reward_weights={weights}: give a list, with a number for each function") from None
-        self._names = [getattr(one, "__name__", type(one).__name__) for one in functions]
+        self._names = [getattr(function, "__name__", type(function).__name__) for function in functions]
         if len(set(self._names)) < len(self._names):
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
-        self._columns = [_columns_of(one, name) for one, name in zip(functions, self._names, strict=True)]
+        self._columns = [_columns_of(*pair) for pair in zip(functions, self._names, strict=True)]
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
-        self.reads_transcript = any(reads_transcript(one) for one in functions)
-        self.cpu_bound = any(getattr(one, "cpu_bound", False) for one in functions)
+        self.reads_transcript = any(map(reads_transcript, functions))
+        self.cpu_bound = any(getattr(function, "cpu_bound", False) for function in functions)
 
-    def __call__(self, **given: Any) -> Any:
-        """The fields of a sample, or (plural names) lists of them; the score, or a list."""
-        single = "solution_str" in given
-        if len(given) > len(_FIELDS) + self.reads_transcript:
+    def __call__(self, **fields: Any) -> Any:
+        """The score of a sample's fields; a list of scores for lists of them (plural names)."""
+        is_single = "solution_str" in fields
+        if len(fields) > len(FIELDS) + self.reads_transcript:
             raise TypeError("reward_kwargs are for functions in files: use functools.partial")
-        samples = [tuple(given.values())] if single else list(zip(*given.values(), strict=True))
-        found = [self._scores(i, samples) for i in range(len(self._functions))]
+        names = [name if is_single else name.removesuffix("s") for name in fields]
+        values = [tuple(fields.values())] if is_single else zip(*fields.values(), strict=True)
+        samples = [dict(zip(names, sample, strict=True)) for sample in values]
+        by_function = [self._scores(i, samples) for i in range(len(self._functions))]
 
-        def joined(found: Sequence[Sequence[Any]]) -> Any:
-            for name, scores in zip(self._names, found, strict=True):
+        def combine(by_function: Sequence[Sequence[Any]]) -> Any:
+            for name, scores in zip(self._names, by_function, strict=True):
                 if len(scores) != len(samples):
                     raise ValueError(f"{name}() returned {len(scores)} scores for {len(samples)} samples")
-            results = [self._sum(scores) for scores in zip(*found, strict=True)]
-            return results[0] if single else results
+            results = [self._sum(scores) for scores in zip(*by_function, strict=True)]
+            return results[0] if is_single else results
 
-        async def awaited() -> Any:
-            whole = [await scores if inspect.isawaitable(scores) else scores for scores in found]
-            return joined([[await one if inspect.isawaitable(one) else one for one in scores] for scores in whole])
+        async def wait() -> Any:
+            lists = [await scores if inspect.isawaitable(scores) else scores for scores in by_function]
+            return combine([[await s if inspect.isawaitable(s) else s for s in scores] for scores in lists])
 
-        waits = any(inspect.isawaitable(scores) or any(map(inspect.isawaitable, scores)) for scores in found)
-        return awaited() if waits else joined(found)
+        is_async = any(inspect.isawaitable(scores) or any(map(inspect.isawaitable, scores)) for scores in by_function)
+        return wait() if is_async else combine(by_function)
 
-    def _scores(self, i: int, samples: Sequence[tuple[Any, ...]]) -> Any:
-        function, columns = self._functions[i], self._columns[i]
-        if columns is None:
-            names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
-            return [function(**dict(zip(names, sample, strict=False))) for sample in samples]
-        infos = [sample[3] or {} for sample in samples]
+    def _scores(self, i: int, samples: Sequence[Mapping[str, Any]]) -> Any:
+        """What a function returns for the samples, awaited or not."""
+        function, arguments = self._functions[i], self._columns[i]
+        if arguments is None:
+            names = fields_for(function)
+            return [function(**{name: sample[name] for name in names}) for sample in samples]
+        infos = [sample["extra_info"] or {} for sample in samples]
         names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
-        given: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
+        columns: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
             "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
-                for (_, text, *_), info in zip(samples, infos, strict=True)
+                for text, info in zip((sample["solution_str"] for sample in samples), infos, strict=True)
             ],
-            "ground_truth": [sample[2] for sample in samples],
+            "ground_truth": [sample["ground_truth"] for sample in samples],
         }
         if self.reads_transcript:
-            given[_TRANSCRIPT] = [sample[-1] for sample in samples]
-        found = function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
-        if not (inspect.isawaitable(found) or hasattr(found, "__len__")):
-            raise TypeError(f"{self._names[i]}() returned {found!r}, not a list with a score for each completion")
-        return found
+            columns[TRANSCRIPT] = [sample[TRANSCRIPT] for sample in samples]
+        passed = {name: column for name, column in columns.items() if "**" in arguments or name in arguments}
+        scores = function(**passed)
+        if not (inspect.isawaitable(scores) or hasattr(scores, "__len__")):
+            raise TypeError(f"{self._names[i]}() returned {scores!r}, not a list with a score for each completion")
+        return scores
 
     def _sum(self, scores: Sequence[Any]) -> Any:
         """Of one sample."""
@@ -109,23 +113,27 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
     except (TypeError, ValueError):  # no function, or one in C that does not say what it takes
         raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}") from None
     if "completions" in parameters:
-        for one in _NOT_HERE:
-            if one in parameters and parameters[one].default is inspect.Parameter.empty:
-                raise UserError(f"reward function {name}() asks for {one}, which graders are not given: leave it out")
-        return tuple("**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters.values())
+        for argument in _NOT_HERE:
+            if argument in parameters and parameters[argument].default is inspect.Parameter.empty:
+                raise UserError(f"reward function {name}() asks for {argument}, which graders do not get: leave it out")
+        return tuple("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters.values())
     try:
-        names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
-        inspect.signature(function).bind(**dict.fromkeys(names))
+        inspect.signature(function).bind(**dict.fromkeys(fields_for(function)))
     except TypeError:
         raise UserError(f"reward function {name}({', '.join(parameters)}) must take {FORMS}") from None
     return None
 
 
+def fields_for(function: Callable[..., Any], plural: str = "") -> tuple[str, ...]:
+    """The fields of a Sample that a function in verl's form gets."""
+    return (*FIELDS, TRANSCRIPT) if reads_transcript(function, plural) else FIELDS
+
+
 def reads_transcript(function: Callable[..., Any], plural: str = "") -> bool:
     """Whether a function asks for all that was said in an episode: by an argument of this name, or an attribute."""
-    attribute = getattr(function, "reads_transcript", None)
+    if hasattr(function, "reads_transcript"):
+        return function.reads_transcript
     try:
-        by_name = f"{_TRANSCRIPT}{plural}" in inspect.signature(function).parameters
-        return by_name if attribute is None else attribute
-    except (TypeError, ValueError):  # one in C that does not say what it takes
+        return f"{TRANSCRIPT}{plural}" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C that does not say what it takes
         return False

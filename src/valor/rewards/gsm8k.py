@@ -35,6 +35,6 @@ def grade_flexible(
 
     Component: `pred` that number.
     """
-    truth, found = ground_truth_number(ground_truth), last_number(solution_str)
-    value = found[1] if found else None
+    truth, number = ground_truth_number(ground_truth), last_number(solution_str)
+    value = number[1] if number else None
     return {"score": float(value == truth), "pred": "" if value is None else str(value)}

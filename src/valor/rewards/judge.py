@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import time
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valor.http_client import Server
-from valor.rewards.verdict import read_verdict, without_thoughts
 from valor.rewards.worker import RewardResult, gather
 
 if TYPE_CHECKING:
@@ -18,6 +18,25 @@ if TYPE_CHECKING:
 
 _PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _FIELD = re.compile(r"\{(prompt|response|transcript|ground_truth)\}")
+# A verdict, as it begins a line of a reply.
+_DASHES = str.maketrans("\u2212\u2013\u2014", "---")
+_MARKS = re.compile(r"[*_`#|\"'~]+|\\boxed(?=\{)|\$")
+_LABEL = (
+    r"(?:(?:my|the|final|overall|total|numeric|numerical|最终|最后|综合|总体|我的|的|本题)\s*){0,4}"
+    r"(?:score|rating|grade|mark|verdict|评分|得分|分数|打分|总分)(?:\s*\([^()\n]{0,30}\))?"
+)
+_NUMBER = r"([-+]?\s?(?:\d+(?:\.\d+)?|\.\d+))"
+_MOST = (
+    r"\s*(?:分|points?)?\s*(?:(?:/|out\s+of|of|\(满分)\s*(\d+(?:\.\d+)?)\s*(?:分|points?)?\)?|(%))?\s*(?:分|points?)?"
+)
+_BETWEEN = r"(?:\s*(?:[:=]|\bis\b|\bof\b|[是为])\s*:?\s*|\s+-\s+|\s+)"
+_VERDICT = re.compile(
+    rf"[\s>{{(\[\-]*(?:{_LABEL}{_BETWEEN}[\s({{\[]*{_NUMBER}|\[\[\s*{_NUMBER}|\{{\s*{_NUMBER}){_MOST}[\s)}}\]]*",
+    re.IGNORECASE,
+)
+_LABEL_LINE = re.compile(rf"^([ \t]*{_LABEL}[ \t]*:?)[ \t]*\n\s*(?=[-+\[]*\d)", re.IGNORECASE | re.MULTILINE)
+_COMMENT = re.compile(r"$|[.。;!]|,(?!\s*\d)|-\s|\(")  # what may follow a verdict on its line
+_SENTENCE = re.compile(r"(?<=[.!?。!?;])\s*|[{,]\s*(?=score\b)", re.IGNORECASE)
 
 
 class Question(NamedTuple):
@@ -35,10 +54,9 @@ class Judge:
     def __init__(self, config: JudgeConfig, error_score: float) -> None:
         assert config.url is not None and config.model is not None, "a configuration that enables a judge names both"
         self.config, self.error_score, self.url = config, error_score, config.url.rstrip("/")
-        self._score = None if config.score_regex is None else re.compile(config.score_regex)
         low, high = (f"{bound:g}" for bound in config.score_range)
-        asked = _PROMPT.read_text(encoding="utf-8").replace("{low}", low).replace("{high}", high)
-        self._template = config.prompt_template or asked
+        default = _PROMPT.read_text(encoding="utf-8").replace("{low}", low).replace("{high}", high)
+        self._template = config.prompt_template or default
         self._server = Server(config.url, api_key_env=config.api_key_env, max_concurrent=config.concurrency)
 
     def check(self) -> None:
@@ -79,18 +97,44 @@ class Judge:
 
     def read(self, reply: str) -> float:
         """The score in a reply, its thoughts aside. Raises RuntimeError when it has none, or one out of range."""
-        text, (low, high) = without_thoughts(reply), self.config.score_range
-        if self._score is None:
-            score = read_verdict(text, high)
-        else:
-            matches = self._score.findall(text)
-            last = matches[-1] if matches else None
-            try:
-                score = None if last is None else float(last if isinstance(last, str) else last[0])
-            except ValueError:
-                raise RuntimeError(f"the score is no number: {last!r:.40}") from None
+        low, high = self.config.score_range
+        score = read_verdict(without_thoughts(reply), high)
         if score is None:
             raise RuntimeError(f"no score in the reply: {' '.join(reply.split())[-80:]!r}")
         if not low <= score <= high:
             raise RuntimeError(f"the score {score:g} is outside {low:g} to {high:g}")
         return score
+
+
+def without_thoughts(reply: str) -> str:
+    """What a reply says behind its thoughts; nothing where these never end."""
+    return reply.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def read_verdict(reply: str, highest: float) -> float | None:
+    """The score that a reply ends with: "Score: -3", "**Rating:** 7", "评分：7", "[[7]]"; None without one.
+
+    The last line that begins with a verdict counts, else a verdict that is the last sentence. "7/10" and "70%" are
+    parts of `highest`.
+    """
+    text = _MARKS.sub("", unicodedata.normalize("NFKC", reply).translate(_DASHES))
+    lines = [line.strip() for line in _LABEL_LINE.sub(r"\1 ", text).splitlines() if line.strip()]
+    for line in reversed(lines):
+        match = _VERDICT.match(line)
+        if match and _COMMENT.match(line, match.end()) and not line.endswith("?"):
+            last = _last_sentence(line, highest)
+            return _value(match, highest) if last is None else last
+    return _last_sentence(lines[-1], highest) if lines else None
+
+
+def _last_sentence(line: str, highest: float) -> float | None:
+    parts = [part for part in _SENTENCE.split(line) if part.strip(" .。!")]
+    match = _VERDICT.fullmatch(parts[-1].strip(" .。!")) if parts else None
+    return _value(match, highest) if match else None
+
+
+def _value(match: re.Match[str], highest: float) -> float:
+    *numbers, most, percent = match.groups()
+    score = float("".join(next(number for number in numbers if number is not None).split()))
+    scale = 100.0 if percent else float(most) if most else highest
+    return score if scale == highest or not scale else score * highest / scale

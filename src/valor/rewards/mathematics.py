@@ -235,8 +235,8 @@ def _words(text: str) -> list[str]:
     """In lower case, without articles and conjunctions in Chinese terms; the items of a list in alphabetical order."""
     text = re.sub("[而且也又既]|条件$", "", text).replace("充分必要", "充要")
     items = text.lower().replace("\\text", "").split(",")
-    found = [re.findall(r"\w+|[^\w\s{}.;:!?'()\\-]", item) for item in items]
-    return sorted(" ".join(word for word in words if word not in ("the", "a", "an")) for words in found)
+    words_of = [re.findall(r"\w+|[^\w\s{}.;:!?'()\\-]", item) for item in items]
+    return sorted(" ".join(word for word in words if word not in ("the", "a", "an")) for words in words_of)
 
 
 def _has_words(text: str) -> bool:
@@ -258,10 +258,10 @@ def _same_number(truth: str, answer: str) -> bool | None:
     if not truths or not answers:
         return None
     for a in truths:
-        found = next((b for b in answers if same_quantity(a, b)), None)
-        if found is None:
+        match = next((b for b in answers if same_quantity(a, b)), None)
+        if match is None:
             return False
-        answers.remove(found)
+        answers.remove(match)
     return not answers
 
 
@@ -299,8 +299,8 @@ def _library() -> tuple[Callable[[str, str], bool], Callable[[], None]]:
 
 def _truths(ground_truth: Any) -> list[str]:
     """The acceptable answers. Raises ValueError when there is none: the data is wrong."""
-    given = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    texts = [str(t).strip() for t in given if t is not None]
+    values = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [str(t).strip() for t in values if t is not None]
     truths = [boxed(t) or after_marks(t) or t for t in texts if t]
     if not truths:
         raise ValueError("the ground truth is empty")

@@ -1,95 +1,94 @@
-"""One grader process, as the process that has started it sees it."""
+"""One grader process, as the thread that feeds it sees it."""
 
+import multiprocessing
 import os
 import pickle
 import secrets
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.connection import wait
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
-from valor.rewards.worker import HEADER, RewardResult, WorkerSetup, serve
+from valor.rewards.worker import HEADER, serve
 
 _MAX_REPLY = 1 << 28  # bytes; what says it is longer is no reply
-_SEND_SECONDS = 5  # for a process that does not read what it is sent
-_one_at_a_time = threading.Lock()  # executors start processes in threads of their own
-
-
-@dataclass(eq=False)
-class GradingJob:
-    """A sample (or a batch of them, for a function of batches) and the future of its result."""
-
-    sample: bytes  # pickled here: one that cannot be is nobody else's trouble
-    computes: bool = False
-    again: bool = False  # its process was killed from outside, and it is graded a second time
-    future: Future[Any] = field(default_factory=Future)
+_START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
+_POLL_SECONDS = 0.1
+_starting = threading.Lock()
 
 
 class GraderProcess:
-    """Grades one job after another; it is `ready` when it has said so, and busy while it has a `job`.
+    """Grades one sample after another.
 
-    Every job has a number of its own, drawn at random, which its reply must carry. Graders are code of others: whatever
-    they write into the pipe or leave running, nobody waits for it and no sample gets the result of another.
+    Every sample is sent with a random number, which its reply must carry. Graders are code of others: whatever they
+    write into the pipe or leave running, nobody waits for it and no sample gets the result of another.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        context = _GraderContext()
+    def __init__(self, *setup: Any) -> None:
+        """`setup`: arguments of `worker.serve`."""
+        # Forks from a clean server process: this one's threads, locks and sockets are not the graders'.
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
-        self.ready = False
-        self.job: GradingJob | None = None
-        self._number, self._since, self._received = 0, time.monotonic(), b""
-        self._begun = context.RawValue("q", 0)  # memory that it shares with this process: the number of its last job
         self._channel, theirs = socket.socketpair()
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        self._process: Any = context.Process(target=serve, args=(setup, self._begun, theirs), daemon=True)
-        self._process.start()
+        self._process: Any = context.Process(target=serve, args=(theirs, *setup), daemon=True)
+        # Python would run this process's main module again in the new one: seconds and hundreds of megabytes when it
+        # imports torch or ray, and an endless recursion when it is a script without a `__main__` guard.
+        with _starting:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing to import
+            try:
+                self._process.start()
+            finally:
+                sys.modules["__main__"] = main
         theirs.close()
-        # One can be read when something came, the other when it has ended (a child of its may keep the first one open).
-        self.files = self._channel.fileno(), self._process.sentinel
 
     @property
-    def seconds(self) -> float:
-        """Since it was started or has got its job."""
-        return time.monotonic() - self._since
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether its grader has been called for its job."""
-        return self.job is not None and self._begun.value == self._number
+    def wait_until_ready(self, while_waiting: Callable[[Self], None]) -> None:
+        """Raises as `grade`."""
+        self._receive(0, _START_SECONDS, while_waiting)
 
-    def send(self, job: GradingJob) -> None:
-        self.job, self._number, self._since = job, secrets.randbits(62), time.monotonic()
-        with suppress(OSError):  # it has died or does not read; `receive` or the time limit will say so
-            self._channel.sendall(pickle.dumps((self._number, job.sample)))
+    def grade(self, sample: bytes, seconds: float, while_waiting: Callable[[Self], None]) -> Any:
+        """The result of a pickled sample, or the list for several. `while_waiting` is called again and again.
 
-    def receive(self) -> tuple[RewardResult | list[RewardResult] | None] | None:
-        """Its reply: the job's result, or None when it has just become ready. None while the reply is incomplete.
-
-        To be called when one of `files` can be read. Raises EOFError when it has ended, ValueError for anything that is
-        no reply to its job.
+        Raises TimeoutError after `seconds`, EOFError when the process has ended, ValueError for anything that is no
+        reply to this sample. After each of them the process is to be ended.
         """
-        with suppress(OSError):
-            self._received += self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
-        size, number = HEADER.unpack_from(self._received) if len(self._received) >= HEADER.size else (1, self._number)
-        reply = self._received[HEADER.size :]
-        if size > _MAX_REPLY or number != self._number or len(reply) > size:
-            raise ValueError("the grader wrote into the pipe of its process")
-        if len(reply) < size:
-            if not self._process.is_alive():
+        number = secrets.randbits(62)
+        self._channel.settimeout(seconds)
+        with suppress(OSError):  # it has died or does not read
+            self._channel.sendall(pickle.dumps((number, sample)))
+        return self._receive(number, seconds, while_waiting)
+
+    def _receive(self, number: int, seconds: float, while_waiting: Callable[[Self], None]) -> Any:
+        received, end = b"", time.monotonic() + seconds
+        while True:
+            # A child of the process may keep its end of the channel open: the end of the process is watched, too.
+            ready = wait([self._channel, self._process.sentinel], min(_POLL_SECONDS, max(end - time.monotonic(), 0.0)))
+            if self._channel in ready:
+                with suppress(OSError):
+                    received += self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
+            size, answered = HEADER.unpack_from(received) if len(received) >= HEADER.size else (1, number)
+            reply = received[HEADER.size :]
+            if size > _MAX_REPLY or answered != number or len(reply) > size:
+                raise ValueError("the grader wrote into the pipe of its process")
+            if len(reply) == size:
+                return pickle.loads(reply)
+            if self._process.sentinel in ready:
                 raise EOFError
-            return None
-        self._received = b""
-        return (pickle.loads(reply),)
+            if time.monotonic() >= end:
+                raise TimeoutError
+            while_waiting(self)
 
     def computes(self) -> bool:
         """Whether it has a processor or waits for one; True where the system does not say."""
@@ -115,27 +114,3 @@ class GraderProcess:
         self._process.join()
         self._channel.close()
         return self._process.exitcode
-
-
-class _GraderProcess(ForkServerProcess):
-    """A process that does not import the parent's main module.
-
-    Python would run it again in every child: seconds and hundreds of megabytes when it imports torch or ray, and an
-    endless recursion when it is a script without a `__main__` guard. Graders are found by CustomFunction instead.
-    """
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        with _one_at_a_time:
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing to import
-            try:
-                return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
-            finally:
-                sys.modules["__main__"] = main
-
-
-class _GraderContext(ForkServerContext):
-    """Forks from a clean server process: the parent's threads, locks and sockets are not the graders'."""
-
-    Process = _GraderProcess  # type: ignore[assignment]

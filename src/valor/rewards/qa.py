@@ -104,18 +104,17 @@ def aliases(ground_truth: Any) -> list[str]:
 
     Raises ValueError when there is none.
     """
+    values = [ground_truth]
     if isinstance(ground_truth, Mapping):
         values = [ground_truth.get(key) for key in ("target", "value", "aliases", "answer", "answers", "text")]
-    else:
-        values = [ground_truth]
-    found: list[str] = []
+    texts: list[str] = []
     for value in values:
         value = getattr(value, "tolist", lambda v=value: v)()  # an array from a parquet file
-        found += [str(v) for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
-    found = [text for text in dict.fromkeys(found) if text.strip()]
-    if not found:
+        texts += [str(v) for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
+    texts = [text for text in dict.fromkeys(texts) if text.strip()]
+    if not texts:
         raise ValueError(f"the ground truth has no answer: {str(ground_truth)[:60]!r}")
-    return found[:_MAX_TRUTHS]
+    return texts[:_MAX_TRUTHS]
 
 
 def normalize(text: str) -> str:
@@ -242,8 +241,8 @@ def content_words(text: str) -> list[str]:
     text = re.sub(r"(?<=\d),(?=\d{3})|'s?\b|(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{4})\d+\b|(?<=\d)\.0\b", "", text)
     text = re.sub(r"\b(?:[a-z]\.){2,}", lambda m: m[0].replace(".", ""), text)  # u.s.
     text = re.sub(r"\b(\w*(?:met|lit|cent|theat))re(s?)\b", r"\1er\2", text)
-    found = re.findall(rf"\d+(?:\.\d+)?|[{_HAN}]|[^\W{_HAN}]+", with_digits(text))
-    return [_SAME.get(word) or _singular(word) for word in found if word not in _ARTICLES]
+    words = re.findall(rf"\d+(?:\.\d+)?|[{_HAN}]|[^\W{_HAN}]+", with_digits(text))
+    return [_SAME.get(word) or _singular(word) for word in words if word not in _ARTICLES]
 
 
 def _singular(word: str) -> str:

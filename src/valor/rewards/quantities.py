@@ -16,7 +16,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _UNSIGNED = r"\d+(?:\.\d*)?|\.\d+"
 _MIXED = re.compile(r"(?:(\d+) ?)?\\frac ?\{(-?\d+)\}\{(\d+)\}")
 _QUANTITY = re.compile(
-    rf"(?P<sign>[-+]?) ?[$¥€£]? ?(?P<inner>-?)(?:(?P<whole>\d+) (?=\d+/))?"
+    rf"(?P<sign>[-+]?) ?[$¥€£]? ?(?P<inner>-?)(?:(?P<integer>\d+) (?=\d+/))?"
     rf"(?P<number>{_UNSIGNED}|\({_UNSIGNED}\))"
     rf"(?: ?\\(?:times|cdot) ?10 ?\^ ?\{{?(?P<power>[-+]?\d+)\}}?)?(?: ?[/:] ?(?P<bottom>{_UNSIGNED}))?(?P<rest>\D.*)?"
 )
@@ -98,8 +98,8 @@ UNIT = rf"\s*(?:\\?%|(?:{_CHINESE}|[{_COUNTED}])+|(?:square |cubic )?(?:{_BARE})
 def read_quantities(text: str) -> list[Quantity]:
     """The numbers of a list, one for a number alone; none for anything else."""
     parts = CONJUNCTION.sub(",", _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)).split(",")
-    found = [read_quantity(part.strip()) for part in parts]
-    return [quantity for quantity in found if quantity] if all(found) else []
+    quantities = [read_quantity(part.strip()) for part in parts]
+    return [quantity for quantity in quantities if quantity] if all(quantities) else []
 
 
 def read_quantity(text: str) -> Quantity | None:
@@ -111,19 +111,19 @@ def read_quantity(text: str) -> Quantity | None:
         numeral, rest = chinese_number(text)
         text = numeral + rest if re.fullmatch(rf"(?:{_CHINESE}|[{_COUNTED}])*", rest) else text
     text = _MIXED.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", text)
-    found = _QUANTITY.fullmatch(re.sub(r"^([-+]?)10 ?(?=\^)", r"\g<1>1 \\times 10", text))
-    unit = read_unit(found["rest"] or "") if found else None
-    if not found or not unit:
+    match = _QUANTITY.fullmatch(re.sub(r"^([-+]?)10 ?(?=\^)", r"\g<1>1 \\times 10", text))
+    unit = read_unit(match["rest"] or "") if match else None
+    if not match or not unit:
         return None
-    power, number = int(found["power"] or 0), found["number"].strip("()")
-    bottom = Fraction(found["bottom"] or 1)
+    power, number = int(match["power"] or 0), match["number"].strip("()")
+    bottom = Fraction(match["bottom"] or 1)
     if abs(power) > _MAX_DIGITS or not bottom:
         return None
-    value = (Fraction(number) * Fraction(10) ** power / bottom) + int(found["whole"] or 0)
+    value = (Fraction(number) * Fraction(10) ** power / bottom) + int(match["integer"] or 0)
     places = None
-    if found["bottom"] is None and ("." in number or power):
+    if match["bottom"] is None and ("." in number or power):
         places = len(number.partition(".")[2]) - power
-    if (found["sign"] == "-") != (found["inner"] == "-"):
+    if (match["sign"] == "-") != (match["inner"] == "-"):
         value = -value
     return Quantity(value * unit[0], places, len(re.sub(r"\D", "", number).lstrip("0")), unit[1])
 

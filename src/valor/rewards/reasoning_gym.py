@@ -41,9 +41,9 @@ def grade(
     `pred` the answer, and `error` when the task failed on this answer.
     """
     text = after_thinking(solution_str)
-    found = tagged(text) or boxed(text)
-    answer = (found or text.strip())[:_MAX_LENGTH]
-    result = {"acc": 0.0, "format": float(bool(found)), "pred": answer[:200]}
+    marked = tagged(text) or boxed(text)
+    answer = (marked or text.strip())[:_MAX_LENGTH]
+    result = {"acc": 0.0, "format": float(bool(marked)), "pred": answer[:200]}
     task, entry = data_source.removeprefix(PREFIX), _entry(ground_truth, extra_info)
     allowed = _EVALUATED.get(task)
     if allowed and not allowed.fullmatch(answer) and answer != entry["answer"]:
@@ -58,8 +58,8 @@ def grade(
 
 def _entry(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any]:
     """The puzzle as the task made it. Raises ValueError when it is not there."""
-    given = dict(extra_info or {})
-    entry = given.get("entry", given)
+    fields = dict(extra_info or {})
+    entry = fields.get("entry", fields)
     entry = json.loads(entry) if isinstance(entry, str) else dict(entry)
     if isinstance(entry.get("metadata"), str):
         entry["metadata"] = json.loads(entry["metadata"])

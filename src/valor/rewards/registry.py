@@ -9,7 +9,6 @@ from typing import Any
 from valor.arguments import command
 from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1, walk
-from valor.rewards.functions import reads_transcript
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -68,23 +67,16 @@ def compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     turns: Sequence[str] | None = None,
-    transcript: str | None = None,
 ) -> float | dict[str, Any]:
     """Score of one response: a number, or a dict with `score` and named components.
 
-    Of an episode the last of the policy's `turns` is graded; a grader that asks for it has the `transcript` too.
-    Raises UserError when the source has no grader, and whatever the grader raises.
+    Of an episode the last of the policy's `turns` is graded. Raises UserError when the source has no grader, and
+    whatever the grader raises.
     """
     require_graders([data_source])
     grader: Any = find_grader(data_source)
-    more = {"transcript": transcript} if turns and reads_transcript(grader) else {}
-    return grader(
-        data_source=data_source,
-        solution_str=turns[-1] if turns else solution_str,
-        ground_truth=ground_truth,
-        extra_info=extra_info,
-        **more,
-    )
+    text = turns[-1] if turns else solution_str
+    return grader(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
 
 
 def find_grader(data_source: str) -> Grader | None:

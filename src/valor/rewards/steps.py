@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 def as_steps(value: Any) -> tuple[Step, ...]:
     """What a grader returned as `step_rewards`. Raises ValueError when it is no list of (place, number)."""
     try:
-        steps = tuple((_place(place), float(reward)) for place, reward in value)
+        steps = tuple((_span(at) if hasattr(at, "__iter__") else index(at), float(reward)) for at, reward in value)
     except (TypeError, ValueError):
         raise ValueError(
             f"the grader returned {value!r:.60} as step_rewards: a list of (token, reward) or ((start, end), reward)"
@@ -26,15 +26,13 @@ def as_steps(value: Any) -> tuple[Step, ...]:
     return steps
 
 
-def _place(place: Any) -> Place:
-    if not hasattr(place, "__iter__"):
-        return index(place)
-    start, end = place
-    return index(start), index(end)
+def _span(bounds: Any) -> tuple[int, int]:
+    start, end = map(index, bounds)
+    return start, end
 
 
 def scaled(steps: Sequence[Step], weight: float) -> tuple[Step, ...]:
-    return tuple((place, weight * reward) for place, reward in steps)
+    return tuple((position, weight * reward) for position, reward in steps)
 
 
 def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
@@ -67,11 +65,11 @@ def on_tokens(
     text: all that they spell, or a part of it, else a span lies on its last token. Raises ValueError: a span is not in
     the text.
     """
-    parts, placed = list(parts), list[tuple[int, float]]()
+    parts, on_token = list(parts), list[tuple[int, float]]()
     ends = list(accumulate(len(text) + between for _, _, text in parts))
-    for place, reward in steps:
-        if not isinstance(place, int):
-            start, end = place
+    for position, reward in steps:
+        if not isinstance(position, int):
+            start, end = position
             number = bisect_left(ends, end)
             if not 0 <= start < end or number == len(ends):
                 size = ends[-1] - between if ends else 0
@@ -80,9 +78,9 @@ def on_tokens(
             spelt = decode(ids)
             begin = spelt.find(text)
             within = begin + min(end - ends[number] + len(text) + between, len(text))
-            place = first + (last_token(within, ids, spelt, decode) if begin >= 0 and within > 0 else len(ids) - 1)
-        placed.append((place, reward))
-    return placed
+            position = first + (last_token(within, ids, spelt, decode) if begin >= 0 and within > 0 else len(ids) - 1)
+        on_token.append((position, reward))
+    return on_token
 
 
 def token_rewards(steps: Sequence[Step], rows: Sequence[Sequence[int]], decode: Decode) -> list[list[float]]:

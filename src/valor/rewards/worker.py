@@ -15,19 +15,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple, Self
-
-import psutil
 
 from valor.rewards import registry
 from valor.rewards.code import configure
 from valor.rewards.custom import CustomFunction
 from valor.rewards.steps import Step, as_steps
 from valor.tracking.progress import report_progress
-
-OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
 
 HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
@@ -98,35 +93,25 @@ def gather(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
     return results
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a grader process needs to know; picklable without the parent's modules."""
-
-    custom: CustomFunction | None
-    error_score: float
-    code_seconds: float
-    memory_mb: int | None
-
-
 class Grading:
-    """The grader of this process."""
+    """The grader of this process: the custom function, or that of each data source."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self.error_score = setup.error_score
-        self._memory = (setup.memory_mb or 0) * 2**20
-        self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
-        self._loop: asyncio.Runner | None = None
+    def __init__(self, custom: CustomFunction | None, error_score: float) -> None:
+        self.error_score = error_score
+        self._kwargs = dict(custom.kwargs) if custom else {}
+        # One loop for the life of the process: clients that a grader keeps open belong to their loop.
+        self._loop = asyncio.Runner()
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
+        self._names = {field: field for field in ("data_source", "solution_str", "ground_truth", "extra_info", "turns")}
         try:
-            self._names = Sample._fields
-            if setup.custom:
-                self._grader = setup.custom.load()
-                self._names = setup.custom.names(self._grader)
+            if custom:
+                self._grader = custom.load()
+                self._names = custom.arguments(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
-    def one(self, pickled: bytes) -> RewardResult | list[RewardResult]:
+    def grade(self, pickled: bytes) -> RewardResult | list[RewardResult]:
         """Grade one sample (or a list of samples in one call); an exception of any kind is the result's error."""
         start = time.perf_counter()
         try:
@@ -135,31 +120,23 @@ class Grading:
             sample: Sample | list[Sample] = pickle.loads(pickled)
             value = self._grader(**self._arguments(sample), **self._kwargs)
             if inspect.iscoroutine(value):
-                # One loop for the life of the process: clients that a grader keeps open belong to their loop.
-                self._loop = self._loop or asyncio.Runner()
                 value = self._loop.run(value)
             if isinstance(sample, list):
                 if len(value) != len(sample):
                     raise ValueError(f"the function returned {len(value)} scores for {len(sample)} samples")
                 seconds = time.perf_counter() - start
-                return [as_result(one, seconds, self.error_score) for one in value]
+                return [as_result(score, seconds, self.error_score) for score in value]
             return as_result(value, time.perf_counter() - start, self.error_score)
         except BaseException as error:
             kind = "memory" if isinstance(error, MemoryError) else "exception"
-            failed = RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
-        # What the grader holds is free by now; what is left would make later samples fail.
-        limited = self._memory and LIMITS_MEMORY
-        if failed.kind == "memory" and limited and psutil.Process().memory_info().data > self._memory // 2:
-            os._exit(OUT_OF_MEMORY)
-        return failed
+            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
-        """What the grader asks for, by its names for a Sample's fields; lists for a function of batches."""
+        """What the grader asks for, by the names of its arguments; lists for a function of batches."""
         samples = sample if isinstance(sample, list) else [sample]
-        filled = [one._replace(transcript=one.solution_str) if one.transcript is None else one for one in samples]
-        columns = [list(column) for column in zip(*filled, strict=True)]
-        values = columns if isinstance(sample, list) else [column[0] for column in columns]
-        return {name: value for name, value in zip(self._names, values, strict=True) if name}
+        filled = [s._replace(transcript=s.solution_str) if s.transcript is None else s for s in samples]
+        columns = {name: [getattr(s, field) for s in filled] for field, name in self._names.items()}
+        return columns if isinstance(sample, list) else {name: column[0] for name, column in columns.items()}
 
 
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
@@ -188,8 +165,8 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
 def describe_error(error: BaseException) -> str:
     """One line: the kind of error, its message, and the place in the grader where it happened."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return _text(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_TEXT] + place
+    line = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return _text(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_TEXT] + line
 
 
 def _plain(value: Any) -> Any:
@@ -214,11 +191,14 @@ def _text(text: str) -> str:
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
 
 
-def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
-    """What a grader process does: say that it is ready (None), then answer each sample with its result.
-
-    In `begun.value` it writes the number of the job whose grader it calls.
-    """
+def serve(
+    channel: socket.socket,
+    custom: CustomFunction | None,
+    error_score: float,
+    code_seconds: float,
+    memory_mb: int | None,
+) -> None:
+    """What a grader process does: say that it is ready (None), then answer each sample with its result."""
     os.setsid()  # what graders start can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # More grader processes than cores: each one's libraries get one thread.
@@ -227,18 +207,17 @@ def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
     # What a grader forks has no way to answer in the place of this process.
     pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))
-    configure(setup.code_seconds)
-    if setup.memory_mb and LIMITS_MEMORY:
-        _limit_memory(setup.memory_mb * 2**20)
-    grading = Grading(setup)
+    configure(code_seconds)
+    if memory_mb and LIMITS_MEMORY:
+        _limit_memory(memory_mb * 2**20)
+    grading = Grading(custom, error_score)
     number, result, samples = 0, None, channel.makefile("rb")
     with suppress(EOFError, OSError):  # nobody is left to hear of it
         while True:
             reply = pickle.dumps(result)
             channel.sendall(HEADER.pack(len(reply), number) + reply)
             number, sample = pickle.load(samples)
-            begun.value = number
-            result = grading.one(sample)
+            result = grading.grade(sample)
             if os.getpid() != pid:  # a grader has forked, and its child has come back from it
                 os._exit(0)
 

@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from valor.tracking.progress import report_progress, report_tokens
+from valor.tracking.progress import report_progress
 
 FinishReason = Literal["stop", "length", "abort"]
 
 WeightMode = Literal["shared", "copied", "fixed"]
 """shared: an engine generates with the parameters of the training engine beside it. copied: with a copy, written by
-`sync_weights`. fixed: with weights of its own, whatever the policy learns."""
+`sync_weights`. fixed: with weights that stay what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StopTexts:
             return False
         tail = 4 * max(map(len, self.texts))  # a character has at most 4 bytes, a token at least one
         text = self.decode(token_ids[-tail:])
-        return any(one in text for one in self.texts)
+        return any(stop in text for stop in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,9 @@ class SamplingParams:
 class Request:
     """One sequence to generate.
 
-    `seed` alone, with the token's index, decides the random numbers: two requests with equal prompt, parameters and
-    seed give equal samples wherever and in whatever company they run. Vary one number of it to get another sample.
-    `on_finish` is called with the output as soon as it is complete. `so_far`: what an earlier request for the same
-    sequence had sampled when it was aborted; this one goes on behind it, and its output holds the whole.
+    `seed` and the token's index alone decide the random numbers: two requests with equal prompt, parameters and seed
+    give equal samples wherever and beside whatever they run. `on_finish` is called with the output. `so_far`: output
+    of an aborted request for the same sequence, which this one continues; its output then has the tokens of both.
     """
 
     request_id: str
@@ -103,7 +102,7 @@ class Request:
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """The prompt and what has been sampled so far: the tokens that an engine begins with."""
+        """The prompt and the tokens of `so_far`."""
         return (*self.prompt_ids, *self.begun.token_ids)
 
     @property
@@ -111,10 +110,21 @@ class Request:
         """`so_far`, or an empty output."""
         return self.so_far or Output(self.request_id, [], [], "abort")
 
+    def output(self, ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int) -> Output:
+        """Tokens of `so_far` and new ones by weights of `version`, cut after the first complete stop text."""
+        begun, stop = self.begun, self.params.stop
+        known, ids, log_probs = len(begun.token_ids), [*begun.token_ids, *ids], [*begun.log_probs, *log_probs]
+        for end in range(known + 1, len(ids) + 1 if stop is not None else 0):
+            if stop is not None and ids[end - 1] in stop.candidates and stop.complete(ids[:end]):
+                ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
+                break
+        versions = [*token_versions(begun.spans), *repeat(version, len(ids) - known)]
+        return Output(self.request_id, ids, log_probs, reason, spans_of(versions))
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End the request of this name now: its output is what it has, with the finish reason "abort"."""
+    """End the request of this name now: its output has the tokens so far, and the finish reason "abort"."""
 
     request_id: str
 
@@ -127,23 +137,23 @@ class Span(NamedTuple):
 
 
 def spans_of(token_versions: Iterable[int]) -> tuple[Span, ...]:
-    """The spans of tokens whose weights had these versions."""
+    """Spans of tokens, from the weights version of each."""
     return tuple(Span(len([*same]), version) for version, same in groupby(token_versions))
 
 
 def token_versions(spans: Iterable[Span]) -> list[int]:
-    """Of each token the version of the weights that sampled it."""
+    """Weights version of each token."""
     return [*chain.from_iterable(repeat(span.weights_version, span.num_tokens) for span in spans)]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What became of one request.
+    """Result of one request.
 
     `log_probs[t]` is the log-probability of `token_ids[t]` under softmax(logits / temperature) before top-k/top-p
     truncation (temperature 1 when greedy): the quantity a trainer recomputes. `finish_reason`: "stop" for an
-    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off. `spans`: the
-    versions of the weights that sampled the tokens, in order.
+    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off. `spans`:
+    weights versions of the tokens, in order.
     """
 
     request_id: str
@@ -153,63 +163,22 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class UnderWay:
-    """A request that is being generated, and which weights have sampled which of its tokens.
-
-    `version`: of the weights that sample from now on. `versions`: of the tokens that it began with (`so_far`), and of
-    those that earlier weights have sampled.
-    """
-
-    request: Request
-    version: int
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = token_versions(self.request.begun.spans)
-
-    def changed(self, num_new: int, version: int) -> None:
-        """Weights of `version` sample from here on, behind `num_new` tokens that were not in `so_far`."""
-        known = len(self.request.begun.token_ids) + num_new
-        self.versions += [self.version] * (known - len(self.versions))
-        self.version = version
-
-    def output(self, new_ids: Sequence[int], new_log_probs: Sequence[float], reason: FinishReason) -> Output:
-        """What became of it, with these tokens behind `so_far`; a stop text ends it where it is complete."""
-        report_tokens(len(new_ids))
-        had, stop = self.request.begun, self.request.params.stop
-        ids, log_probs = [*had.token_ids, *new_ids], [*had.log_probs, *new_log_probs]
-        if stop is not None:
-            for end in range(len(had.token_ids) + 1, len(ids) + 1):
-                if ids[end - 1] in stop.candidates and stop.complete(ids[:end]):
-                    ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
-                    break
-        versions = [*self.versions, *repeat(self.version, len(ids))][: len(ids)]
-        return Output(self.request.request_id, ids, log_probs, reason, spans_of(versions))
-
-
 class RequestSource(Protocol):
-    """Requests that come while others are being generated, such as the turns of episodes.
-
-    Inside `poll` the engine stands between two tokens: the source may give it other weights there (`sync_weights`),
-    and requests under way go on with these behind the keys and values that they have.
-    """
+    """Requests that come while others are being generated, such as the turns of episodes."""
 
     max_requests: int
-    """Most requests that are under way at once."""
+    """Most requests at once."""
     max_tokens: int
     """Longest prompt plus response of any of them."""
     everywhere: bool
-    """Of processes that generate together: whether each has a source with all the requests, or the first one alone. The
-    others are then polled when the first one's engine gets new weights, so that theirs get them too."""
+    """Whether each of the processes that generate together has a source with all the requests, or the first alone."""
 
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
-        """The requests that have come since the last call, and which of the earlier ones are to end; None: no more
-        will come. `wait` blocks until either."""
+        """New requests and aborts since the last call; None: no more will come. `wait` blocks until either."""
 
 
 class Elsewhere:
-    """In place of a source where another of the processes that generate together has it."""
+    """Stands for a source that another of the processes that generate together has."""
 
     max_requests = max_tokens = 0
     everywhere = False
@@ -218,15 +187,15 @@ class Elsewhere:
         return None
 
 
-class _Given:
-    """A source of requests that are all there from the start."""
+class _AllAtOnce:
+    """A source whose requests are all there from the start."""
 
     everywhere = True
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests: Sequence[Request] = requests
         self.max_requests = len(requests)
-        self.max_tokens = max((len(one.prompt_ids) + one.params.max_tokens for one in requests), default=0)
+        self.max_tokens = max((len(r.prompt_ids) + r.params.max_tokens for r in requests), default=0)
 
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         requests, self._requests = self._requests, ()
@@ -239,12 +208,11 @@ class RolloutEngine(Protocol):
 
     weight_mode: WeightMode
     parallel_size: int
-    """Neighbouring processes that generate together: all are given the same requests, or the first alone
-    (`RequestSource.everywhere`)."""
+    """Neighbouring processes that generate the same requests together (see `RequestSource.everywhere`)."""
     weights_version: int | None
-    """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
+    """The version that `generate` uses; None: `sync_weights` comes first, or the weights are fixed."""
     weights_checksum: int | None
-    """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
+    """Of all weights of an engine with a copy (`valor.rollout.transfer.checksum`)."""
 
     def serve(self, source: RequestSource) -> None:
         """Generate what `source` has until it has no more; each output goes to its request's `on_finish`."""
@@ -253,21 +221,20 @@ class RolloutEngine(Protocol):
         """Run all requests; outputs in the order of `requests`."""
         outputs: dict[int, Output] = {}
 
-        def finish(place: int, output: Output) -> None:
-            outputs[place] = output
-            if (on_finish := requests[place].on_finish) is not None:
+        def finish(index: int, output: Output) -> None:
+            outputs[index] = output
+            if (on_finish := requests[index].on_finish) is not None:
                 on_finish(output)
             report_progress(len(outputs), len(requests))
 
-        self.serve(_Given([replace(one, on_finish=partial(finish, place)) for place, one in enumerate(requests)]))
-        return [outputs[place] for place in range(len(requests))]
+        self.serve(_AllAtOnce([replace(r, on_finish=partial(finish, index)) for index, r in enumerate(requests)]))
+        return [outputs[index] for index in range(len(requests))]
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:
         """Make the next `generate` use the policy's weights of `version`; an engine that shares them takes None."""
 
     def sleep(self) -> None:
-        """Give back memory that generation alone needs, if it is kept between generations; `weights_version` is None
-        where that includes the weights."""
+        """Release memory that only generation needs; `weights_version` is None where that includes the weights."""
 
     def close(self) -> None:
         """End the engine, where there is something to end."""

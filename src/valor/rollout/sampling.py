@@ -1,8 +1,7 @@
 """Choosing tokens: counter-based random numbers and inverse-CDF sampling.
 
-One uniform number per token decides it, and that number depends on the request's seed and the token's index alone
-(Philox, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). What else is in the batch, on which
-rank, cannot matter.
+One uniform number per token decides it, and depends on the request's seed and the token's index alone (Philox, Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), not on the rest of the batch or the rank.
 """
 
 import hashlib
@@ -105,29 +104,29 @@ def first_above(cdf: Tensor, target: Tensor) -> Tensor:
 
 
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`probs` [B, V] with everything outside the top-k, then outside the top-p nucleus of what is left, set to zero.
+    """`probs` [B, V] with everything outside the top-k, then outside the top-p nucleus of the rest, set to zero.
 
     `top_k` int64 [B] (<= 0: off), `top_p` float32 [B] (1: off). The nucleus is the smallest set of most probable
-    tokens whose share of the remaining mass reaches top_p (Holtzman et al. 2020). Tokens as probable as the last one
-    that stays are kept too. Not renormalised.
+    tokens whose share of the remaining mass reaches top_p (Holtzman et al. 2020). Ties with its last token are kept.
+    Not renormalised.
     """
     vocab = probs.shape[1]
-    kept = torch.zeros_like(probs)
+    result = torch.zeros_like(probs)
     k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
     rows = torch.arange(probs.shape[0], device=probs.device)
     size = int(k.max()) if bool((k < vocab).all()) else NUCLEUS_CANDIDATES
     while rows.numel():
         size = min(size, vocab)
         ranked = probs[rows].topk(size, dim=-1).values
-        edge, found = _edge(ranked, probs[rows].sum(dim=-1), k[rows], top_p[rows], vocab)
-        done = rows[found]
-        kept[done] = torch.where(probs[done] >= edge[found][:, None], probs[done], 0.0)
-        rows, size = rows[~found], size * 8
-    return kept
+        least, sufficed = _least_inside(ranked, probs[rows].sum(dim=-1), k[rows], top_p[rows], vocab)
+        done = rows[sufficed]
+        result[done] = torch.where(probs[done] >= least[sufficed][:, None], probs[done], 0.0)
+        rows, size = rows[~sufficed], vocab
+    return result
 
 
-def _edge(ranked: Tensor, total: Tensor, k: Tensor, top_p: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The least probability that stays [B], and whether the `ranked` largest ones [B, size] sufficed to find it [B]."""
+def _least_inside(ranked: Tensor, total: Tensor, k: Tensor, top_p: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Least probability inside the truncation [B], and whether the largest ones `ranked` [B, size] show it [B]."""
     size = ranked.shape[1]
     cut = k < vocab
     cumulative = ranked.double().cumsum(dim=-1)
@@ -138,6 +137,5 @@ def _edge(ranked: Tensor, total: Tensor, k: Tensor, top_p: Tensor, vocab: int) -
     reached = cumulative >= goal[:, None]
     first = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), size - 1)
     position = torch.minimum(first, torch.where(cut, last.squeeze(1), size - 1))
-    edge = ranked.gather(1, position[:, None]).squeeze(1)
-    found = torch.where(cut, k <= size, reached.any(dim=-1)) | (size == vocab)
-    return edge, found
+    sufficed = torch.where(cut, k <= size, reached.any(dim=-1)) | (size == vocab)
+    return ranked.gather(1, position[:, None]).squeeze(1), sufficed

@@ -45,7 +45,7 @@ class WeightChannel:
     def send(self, weights: NamedTensors, *, dtype: torch.dtype, bucket_bytes: int) -> int:
         """Send all of `weights`, floating-point ones as `dtype`; returns the checksum of what was sent.
 
-        Where that fails, `weights` are taken to their end all the same: other processes may have a part in making them.
+        On failure `weights` is still exhausted: other processes may take part in gathering it.
         """
         weights = iter(weights)
         total = torch.zeros((), dtype=torch.int64, device=self._device)  # wraps around, as all sums of bits here
@@ -65,19 +65,19 @@ class WeightChannel:
         return int(total)
 
     def receive(self, take: Callable[[NamedTensors], int | None]) -> None:
-        """Hand the tensors to `take` as they arrive, which returns the checksum of what it then holds.
+        """Hand the tensors to `take` as they arrive, which returns the checksum of its weights then.
 
         RuntimeError when that is not the sender's, or when the sender gave up.
         """
         end: dict[str, Any] = {}
         incoming = self._incoming(end)
         try:
-            held = take(incoming)
+            received = take(incoming)
         finally:
             for _ in incoming:  # the sender does not know who has given up
                 pass
-        if held != end["checksum"]:
-            raise RuntimeError(f"the rollout engine's weights add up to {held}, those sent to {end['checksum']}")
+        if received != end["checksum"]:
+            raise RuntimeError(f"the rollout engine's weights add up to {received}, those sent to {end['checksum']}")
 
     def _incoming(self, end: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         while "shapes" in (header := self._receive_header()):
@@ -114,13 +114,13 @@ def buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors as they are sent, in runs of one dtype and at most `limit` bytes (a larger tensor is one alone)."""
     bucket: list[tuple[str, Tensor]] = []
-    held = 0
+    size = 0
     for name, tensor in weights:
         sent = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-        if bucket and (held + sent.nbytes > limit or sent.dtype != bucket[0][1].dtype):
+        if bucket and (size + sent.nbytes > limit or sent.dtype != bucket[0][1].dtype):
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append((name, sent))
-        held += sent.nbytes
+        size += sent.nbytes
     if bucket:
         yield bucket

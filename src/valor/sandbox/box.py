@@ -31,16 +31,12 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process: CPU time of all its threads and time on the clock (s), address space, and output files (MiB).
-
-    `scratch_mb` is the size of its only writable folder, which is in memory, at the levels that have one.
-    """
+    """Of one process: CPU time of all its threads and time on the clock (s), address space, and output files (MiB)."""
 
     cpu_seconds: int = 2
     wall_seconds: float = 6.0
     memory_mb: int = 1024
     output_mb: int = 8
-    scratch_mb: int = 16
 
 
 class Outcome(NamedTuple):
@@ -98,7 +94,7 @@ class Sandbox:
             if wall <= 0:
                 return
             stdin = text.encode("utf-8", "surrogatepass")
-            self._send({"role": ("program", [code]), "stdin": stdin, "wall_seconds": wall})
+            self._send({"program": [code], "stdin": stdin, "wall_seconds": wall})
             report = self._report(wall)
             error = self._failure(report, wall)
             yield Outcome(report["stdout"].decode("utf-8", "replace"), error, self._timed_out(report))
@@ -188,11 +184,11 @@ def _readable() -> list[str]:
 
 @functools.cache
 def _seccomp(level: str) -> bytes | None:
-    return None if level == "rlimits" else walls.seccomp_filter(scratch=level == "namespaces")
+    return None if level == "rlimits" else walls.seccomp_filter()
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
+    passed_on = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     # Sets in the same order in every run: the same code gets the same verdict.
-    return {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"} | one_thread | kept
+    return {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"} | one_thread | passed_on

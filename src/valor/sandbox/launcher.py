@@ -40,8 +40,8 @@ class _Child:
             walls.die_with_parent(supervisor)
             setup["walls"]["uid"] = _FIRST_UID + os.getpid()  # one that owns nothing and runs nothing else
             copies = [os.dup(fd) for fd in (stdin, max(self.stdout, pipe), self.stderr, self.note, *extra)]
-            for place, copy in enumerate(copies):
-                os.dup2(copy, place)
+            for fd, copy in enumerate(copies):
+                os.dup2(copy, fd)
             os.closerange(len(copies), 256)
             _enter(setup, role)
 
@@ -70,7 +70,7 @@ class _Child:
 
 
 def main() -> None:
-    walls.supervise()
+    walls.hide()
     setup = marshal.loads(payload.receive(0) or b"")
     while (message := payload.receive(0)) is not None:
         job = marshal.loads(message)
@@ -79,11 +79,9 @@ def main() -> None:
 
 def _run(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     stdin = _memory(job["stdin"])
-    child = _Child(setup, tuple(job["role"]), stdin)
+    child = _Child(setup, ("program", job["program"]), stdin)
     os.close(stdin)
-    report = child.end(job["wall_seconds"])
-    _reap()
-    return report
+    return child.end(job["wall_seconds"])
 
 
 def _test(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +96,7 @@ def _test(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     os.close(from_functions)
     os.close(to_functions)
     report = judge.end(job["wall_seconds"])
-    report["functions"] = functions.end(0)
-    _reap()
-    return report
+    return report | {"functions": functions.end(0)}
 
 
 def _enter(setup: dict[str, Any], role: tuple[Any, ...]) -> None:
@@ -142,12 +138,3 @@ def _content(fd: int) -> bytes:
     os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb") as file:
         return file.read()
-
-
-def _reap() -> None:
-    """Bury those whose parent, a process between them and this one, was killed; they die with it."""
-    try:
-        while True:
-            os.wait()
-    except ChildProcessError:
-        pass

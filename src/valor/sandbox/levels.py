@@ -13,8 +13,6 @@ from valor.sandbox.box import Limits, Sandbox, SandboxError
 _TRIAL_SECONDS = 60.0
 
 LEVELS = {
-    "namespaces": "no network, no other processes, a read-only view of Python and the system's libraries, a small "
-    "scratch folder in memory; Landlock and seccomp inside, where there",
     "landlock": "the kernel refuses to open any file but Python and the system's libraries; seccomp refuses sockets, "
     "processes and signals to others; nothing can be written",
     "seccomp": "the kernel refuses sockets, processes, signals to others and all writing; what this user can read, "

@@ -8,7 +8,9 @@ test returns, patches or looks up can reach a comparison. Standard library only,
 from __future__ import annotations
 
 import builtins
+import json
 import math
+import operator
 import os
 import sys
 import types
@@ -22,17 +24,20 @@ _MAX_MESSAGE = 1 << 26  # bytes
 _MAX_TEXT = 300  # characters of an error
 _MUTABLE = (list, dict, set)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
-_COLLECTIONS = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset}
 _BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+_COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_DECODERS = {
+    **_COLLECTIONS, "dict": dict, "bytes": bytes.fromhex, "complex": complex, "type": _BUILTIN_TYPES.__getitem__
+}  # fmt: skip
 _OPERATIONS = {
-    "call": lambda function, args, options: function(*args, **options),
+    "call": lambda function, /, *args, **options: function(*args, **options),
     "get": getattr,
     "set": setattr,
-    "list": lambda values: list(values),
+    "list": list,
     "len": len,
     "bool": bool,
     "str": str,
-    "item": lambda values, key: values[key],
+    "item": operator.getitem,
 }
 
 
@@ -41,94 +46,52 @@ class RemoteError(Exception):
 
 
 def encode(value: Any, handles: list[Any] | None = None) -> bytes:
-    """Plain data as bytes: None, numbers, texts, bytes, collections, what subclasses any of these, and Python's types.
+    """Plain data as JSON: None, numbers, texts, bytes, collections, what subclasses any of these, and Python's types.
 
-    With `handles`, any other object is kept there and only its place is sent; without, it raises TypeError.
+    What JSON does not know is an object with one entry, its type. With `handles`, any other object is appended there
+    and its index is sent; without, it raises TypeError.
     """
-    parts: list[bytes] = []
-    _encode(value, parts.append, handles)
-    return b"".join(parts)
+    return json.dumps(_plain(value, handles)).encode()
 
 
-def _encode(value: Any, put: Callable[[bytes], None], handles: list[Any] | None) -> None:
-    # The types' own methods are called, not the object's: a subclass is sent as what it holds.
-    if value is None or value is True or value is False:
-        put(b"N" if value is None else b"T" if value else b"F")
-    elif isinstance(value, int):
-        put(b"i%s;" % int.__format__(value, "x").encode())
-    elif isinstance(value, float):
-        put(b"f%s;" % float.__repr__(value).encode())
-    elif isinstance(value, complex):
-        put(b"c%s;" % complex.__repr__(value).encode())
-    elif isinstance(value, str):
-        data = str.encode(value, "utf-8", "surrogatepass")
-        put(b"s%x;%s" % (len(data), data))
-    elif isinstance(value, bytes | bytearray):
-        put(b"b%x;%s" % (len(value), bytes(value)))
-    elif isinstance(value, dict):
-        put(b"d%x;" % dict.__len__(value))
-        for key, item in dict.items(value):
-            _encode(key, put, handles)
-            _encode(item, put, handles)
-    elif isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
-        put(b"y%x;%s" % (len(value.__name__), value.__name__.encode()))
-    elif type(value) is Remote:
-        put(b"r")
-        _encode(object.__getattribute__(value, "_target"), put, None)
-    else:
-        for tag, kind in _COLLECTIONS.items():
-            if isinstance(value, kind):
-                put(b"%s%x;" % (tag, kind.__len__(value)))
-                for item in kind.__iter__(value):
-                    _encode(item, put, handles)
-                return
-        if callable(plain := getattr(value, "tolist", None)):  # numpy
-            _encode(plain(), put, handles)
-        elif handles is None:
-            raise TypeError(f"a test cannot send a {type(value).__name__} to the code under test")
-        else:
-            handles.append(value)
-            put(b"r")
-            _encode(len(handles) - 1, put, None)
+def _plain(value: Any, handles: list[Any] | None) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(item, handles) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key, handles), _plain(item, handles)] for key, item in value.items()]}
+    for name, kind in _COLLECTIONS.items():
+        if isinstance(value, kind):
+            return {name: [_plain(item, handles) for item in value]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": repr(value)}
+    if isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
+        return {"type": value.__name__}
+    if type(value) is Remote:
+        return {"remote": object.__getattribute__(value, "_target")}
+    if callable(plain := getattr(value, "tolist", None)):  # numpy
+        return _plain(plain(), handles)
+    if handles is None:
+        raise TypeError(f"a test cannot send a {type(value).__name__} to the code under test")
+    handles.append(value)
+    return {"remote": len(handles) - 1}
 
 
 def decode(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    """The value again; `resolve` gives the object for a name or a handle. Raises Exception for rubbish."""
-    at = 0
+    """Rebuilds the value; `resolve` gives the object for a name or a handle. Raises Exception for anything else."""
 
-    def upto() -> bytes:
-        nonlocal at
-        end = data.index(b";", at)
-        at, text = end + 1, data[at:end]
-        return text
+    def rebuild(part: Any) -> Any:
+        if isinstance(part, list):
+            return [rebuild(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        [(name, content)] = part.items()
+        return resolve(content) if name == "remote" else _DECODERS[name](rebuild(content))
 
-    def value() -> Any:
-        nonlocal at
-        tag = data[at : at + 1]
-        at += 1
-        if tag in b"NTF" and tag:
-            return {b"N": None, b"T": True, b"F": False}[tag]
-        if tag == b"r":
-            return resolve(value())
-        number = upto()
-        if tag == b"f":
-            return float(number)
-        if tag == b"c":
-            return complex(number.decode())
-        size = int(number, 16)
-        if tag == b"i":
-            return size
-        if tag in b"sby":
-            at, raw = at + size, data[at : at + size]
-            if tag == b"b":
-                return raw
-            text = raw.decode("utf-8", "surrogatepass")
-            return text if tag == b"s" else _BUILTIN_TYPES[text]
-        if tag == b"d":
-            return {value(): value() for _ in range(size)}
-        return _COLLECTIONS[tag](value() for _ in range(size))
-
-    return value()
+    return rebuild(json.loads(data))
 
 
 def write(fd: int, data: bytes) -> None:
@@ -160,7 +123,7 @@ def _exactly(fd: int, size: int) -> bytes:
 
 def take_over(fd: int) -> int:
     """Keep a standard stream for ourselves; whoever uses it from now on finds it empty (0) or writes to stderr (1)."""
-    kept = os.dup(fd)
+    stream = os.dup(fd)
     if fd == 1:
         os.dup2(2, fd)
     else:
@@ -168,7 +131,7 @@ def take_over(fd: int) -> int:
         os.close(writer)
         os.dup2(nothing, fd)
         os.close(nothing)
-    return kept
+    return stream
 
 
 def run_program(codes: Sequence[str]) -> None:
@@ -202,11 +165,11 @@ def serve(codes: Sequence[str]) -> None:
         return encode((True, None, []))
 
     def answer(message: bytes) -> bytes:
-        operation, target, *rest = decode(message, resolve)
-        mutable = [a for a in rest[0] if isinstance(a, _MUTABLE)] if operation == "call" else []
+        operation, target, args, options = decode(message, resolve)
+        mutable = [argument for argument in args if isinstance(argument, _MUTABLE)]
         before = [encode(argument, []) for argument in mutable]
-        value = _OPERATIONS[operation](target, *rest)
-        changed = [encode(a, handles) if encode(a, []) != b else b"" for a, b in zip(mutable, before, strict=True)]
+        value = _OPERATIONS[operation](target, *args, **options)
+        changed = [a if encode(a, []) != b else None for a, b in zip(mutable, before, strict=True)]
         return encode((True, value, changed), handles)
 
     def attempt(action: Callable[[], bytes]) -> bytes:
@@ -226,30 +189,29 @@ class Wire:
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies, self._tested = requests, replies, True
 
-    def ask(self, *request: Any) -> Any:
-        """The value that an operation has there; raises what it raised there.
+    def ask(self, operation: str, remote: Remote, /, *args: Any, **options: Any) -> Any:
+        """The value that an operation on a remote object has there; raises what it raised there.
 
         Of an object that is not under test the tests learn nothing, or it could be made to give the verdict.
         """
-        message = encode(request)
-        self._tested = object.__getattribute__(request[1], "_tested")
+        message = encode((operation, remote, args, options))
+        self._tested = object.__getattribute__(remote, "_tested")
         try:
             send(self._requests, message)
         except BrokenPipeError:
             raise RemoteError("the code under test has ended") from None
         value, changed = self.reply()
-        if changed:
-            arguments = [a for a in request[2] if isinstance(a, _MUTABLE)]
-            for argument, data in zip(arguments, changed, strict=True):
-                if data:  # the function wrote into what it was given
-                    argument.clear()
-                    getattr(argument, "extend" if type(argument) is list else "update")(decode(data, self._remote))
+        arguments = [argument for argument in args if isinstance(argument, _MUTABLE)]
+        for argument, content in zip(arguments, changed, strict=True):
+            if content is not None:  # the function wrote into its argument
+                argument.clear()
+                getattr(argument, "extend" if isinstance(argument, list) else "update")(content)
         if not (self._tested or value is None or type(value) is Remote):
             raise RemoteError("a test asks the code for something that the test itself has to define")
         return value
 
-    def reply(self) -> tuple[Any, list[bytes]]:
-        """The next reply's value, and the arguments that the function changed."""
+    def reply(self) -> tuple[Any, list[Any]]:
+        """The next reply's value, and the new content of arguments that the function changed (None: it did not)."""
         message = receive(self._replies)
         if message is None:
             raise RemoteError("the code under test has ended")
@@ -265,41 +227,33 @@ class Wire:
         return Remote(self, target, self._tested)
 
 
+def _asking(operation: str) -> Callable[..., Any]:
+    """A method of Remote: the operation is carried out beside the object."""
+
+    def ask(self: Remote, /, *args: Any, **options: Any) -> Any:
+        return object.__getattribute__(self, "_wire").ask(operation, self, *args, **options)
+
+    return ask
+
+
 class Remote:
     """A function or object of the code under test, `tested` or a helper. Nothing else is equal to it."""
 
     __slots__ = ("_target", "_tested", "_wire")
+    __call__, __setattr__, __getitem__ = _asking("call"), _asking("set"), _asking("item")
+    __len__, __bool__, __str__ = _asking("len"), _asking("bool"), _asking("str")
 
     def __init__(self, wire: Wire, target: Any, tested: bool) -> None:
-        object.__setattr__(self, "_wire", wire)
-        object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_tested", tested)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._wire.ask("call", self, args, options)
+        for name, value in (("_wire", wire), ("_target", target), ("_tested", tested)):
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols that Python tries
             raise AttributeError(name)
         return self._wire.ask("get", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._wire.ask("set", self, name, value)
-
     def __iter__(self) -> Any:
         return iter(self._wire.ask("list", self))
-
-    def __len__(self) -> int:
-        return self._wire.ask("len", self)
-
-    def __bool__(self) -> bool:
-        return self._wire.ask("bool", self) is True
-
-    def __str__(self) -> str:
-        return self._wire.ask("str", self)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._wire.ask("item", self, key)
 
 
 class _Names(dict):

@@ -1,4 +1,4 @@
-"""What keeps code in: limits, namespaces, Landlock, seccomp, and Python's audit hook where the system has none of them.
+"""What keeps code in: limits, Landlock, seccomp, and Python's audit hook where the system has none of them.
 
 A process puts these around itself before it runs anything of others. A step holds or raises, and none can be undone
 from inside. Standard library only.
@@ -17,19 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
-SCRATCH = "/scratch"  # the one place that can be written, in memory; only where there are mount namespaces
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 _SPARE_THREADS, _NOBODY = 64, 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # prctl(2)
-_PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SECCOMP, _FILTER, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 22, 2, 36, 38
+_PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SECCOMP, _FILTER, _NO_NEW_PRIVS = 1, 4, 8, 22, 2, 38
 _CAPABILITY_VERSION, _READ_ALL, _ACCESS_ALL = 0x20080522, 1 << 2, 1 << 1  # CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE
-# unshare(2): mount, cgroup, uts, ipc, pid, net; and user
-_NEW_ALL, _NEWUSER = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000, 0x10000000
-# mount(2), umount2(2), mount_setattr(2)
-_NOSUID, _NODEV, _NOEXEC, _RDONLY, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 8, 1, 1 << 12, 1 << 14, 1 << 18, 2
-_MOUNT_SETATTR, _RECURSIVE = 442, 0x8000
 # landlock(7)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ_TREE, _READ_FILE, _READ_WRITE_FILE = 0b1101, 0b100, 0b110
@@ -55,13 +49,11 @@ nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times get
 sysinfo uname getrandom getcpu sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
 sched_get_priority_min getpriority get_mempolicy restart_syscall wait4 waitid
 """
-_WRITING = "mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat truncate creat"
 
 
-def supervise() -> None:
-    """Make this process the guardian of those it starts: it inherits their orphans, and none can look into it."""
+def hide() -> None:
+    """No process of this user can look into this one."""
     if sys.platform == "linux":
-        _call("prctl", _CHILD_SUBREAPER, 1, 0, 0, 0)
         _call("prctl", _DUMPABLE, 0, 0, 0, 0)
 
 
@@ -72,38 +64,36 @@ def enclose(
     seccomp: bytes | None,
     cpu_seconds: int,
     memory_mb: int,
-    scratch_mb: int,
     output_mb: int,
     uid: int,
 ) -> None:
     """Close this process in; from here on it may run anything. Levels: see valor.sandbox.levels.
 
-    `readable` are the files and folders that stay visible (of no effect at the levels seccomp and rlimits), `seccomp`
-    the filter, `uid` the user to become when this one is root. Returns in another process where that is needed.
+    `readable` are the files and folders that can be read, `seccomp` the filter (None at the level rlimits), `uid` the
+    user to become when this one is root.
     """
-    if level not in ("namespaces", "landlock", "seccomp", "rlimits"):
+    if level not in ("landlock", "seccomp", "rlimits"):
         raise ValueError(f"no level '{level}'")
-    own_files, kept = level == "namespaces", 0
-    others = _tasks() if seccomp else 0  # whom a limit on this user's threads may have to let live
-    if level == "namespaces":
-        _enter_namespaces(readable, scratch_mb)
-    parent, memory = os.getppid(), memory_mb << 20
+    if seccomp is None and level != "rlimits":
+        raise FileNotFoundError("libseccomp is not installed")
+    parent, capability = os.getppid(), 0
+    other_threads = _threads_of_all() if seccomp else 0  # the system counts every one of this user's
+    memory = memory_mb << 20
     _limit(CPU=cpu_seconds, AS=memory, DATA=memory, FSIZE=output_mb << 20)
     if os.geteuid() == 0:
-        kept = _become(uid, readable, files_are_guarded=own_files or level == "landlock")
-        others = 0 if os.geteuid() == uid else others
-    _limit(NPROC=others + _SPARE_THREADS if seccomp else 1)  # without the filter, new processes would be allowed too
+        capability = _leave_root(uid, readable, files_are_guarded=level == "landlock")
+        other_threads = 0 if os.geteuid() == uid else other_threads
+    _limit(NPROC=other_threads + _SPARE_THREADS if seccomp else 1)  # only the filter tells threads from processes
     if sys.platform == "linux":
-        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(kept, kept))
+        capabilities = (ctypes.c_uint32 * 6)(capability, capability)
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), capabilities)
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     die_with_parent(parent)
-    if level == "landlock" or (own_files and landlock_version()):
-        _landlock(readable, scratch=own_files)
+    if level == "landlock":
+        _landlock(readable)
     if seccomp is not None:
         _seccomp(seccomp)
-    elif level in ("landlock", "seccomp"):
-        raise FileNotFoundError("libseccomp is not installed")
-    if level in ("seccomp", "rlimits"):
+    if level != "landlock":
         _guard_python(readable)
 
 
@@ -115,84 +105,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def landlock_version() -> int:
-    """The Landlock interface of this kernel; 0 without one."""
-    return max(0, _LIBC.syscall(_CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
-
-
-def _enter_namespaces(readable: Iterable[str], scratch_mb: int) -> None:
-    """A system of its own: no network, no other processes, a read-only tree with `readable` and a small /scratch.
-
-    Returns in a grandchild. The child is the first process there: with it everything there dies, whatever it did.
-    """
-    uid, gid = os.geteuid(), os.getegid()
-    _call("unshare", _NEW_ALL | (_NEWUSER if uid else 0))
-    if uid:
-        _call("prctl", _DUMPABLE, 1, 0, 0, 0)  # or these files belong to root
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-        _call("prctl", _DUMPABLE, 0, 0, 0, 0)
-    _continue_in_child()
-    _mount("none", "/", "", _REC | _PRIVATE)
-    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
-    os.mkdir("/tmp/old")
-    _call("pivot_root", b"/tmp", b"/tmp/old")
-    os.chdir("/")
-    for path in (*readable, *DEVICES):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.islink(f"/old{path}"):
-            os.symlink(os.readlink(f"/old{path}"), path)
-        else:
-            os.mkdir(path) if os.path.isdir(f"/old{path}") else os.close(os.open(path, os.O_CREAT, 0o644))
-            _mount(f"/old{path}", path, "", _BIND | _REC)
-            _set_attributes(path, _RDONLY | _NOSUID | (0 if path in DEVICES else _NODEV), _RECURSIVE)
-    os.symlink("/proc/self/fd/0", "/dev/stdin")
-    os.mkdir("/proc")
-    try:
-        _mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
-    except OSError as error:
-        if error.errno != errno.EPERM:  # a container that hides parts of /proc allows no second one
-            raise
-    os.mkdir(SCRATCH)
-    _call("umount2", b"/old", _DETACH)
-    os.rmdir("/old")
-    _set_attributes("/", _RDONLY | _NOSUID | _NODEV)
-    _mount("tmpfs", SCRATCH, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={scratch_mb}m,nr_inodes=1k")
-    os.chdir(SCRATCH)
-    _continue_in_child()
-
-
-def _continue_in_child() -> None:
-    from_parent, held = os.pipe()  # its end says that the parent has died, whose number another PID namespace hides
-    child = os.fork()
-    if child:
-        os.closerange(0, held)  # the ends of pipes: others wait for them to be closed
-        os.closerange(held + 1, 256)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
-    os.close(held)
-    die_with_parent(os.getppid())
-    os.set_blocking(from_parent, False)
-    try:
-        os.read(from_parent, 1)
-    except BlockingIOError:
-        os.close(from_parent)
-    else:
-        os._exit(1)
-
-
-def _set_attributes(path: str, attributes: int, flags: int = 0) -> None:
-    # Unlike a remount this reaches the mounts below, and knows nothing of the flags that are locked.
-    _call("syscall", _MOUNT_SETATTR, -100, path.encode(), flags, (ctypes.c_uint64 * 4)(attributes), ctypes.c_size_t(32))
-
-
-def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
-
-
-def _tasks() -> int:
-    """All threads of this machine: no less than this user has, of which the system counts every one."""
+def _threads_of_all() -> int:
     with open("/proc/loadavg") as file:
         return int(file.read().split()[3].partition("/")[2])
 
@@ -207,41 +120,33 @@ def _limit(**limits: int) -> None:
             resource.setrlimit(which, (value, value))
 
 
-def _become(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> int:
-    """Give up root, whose threads have no limit; returns the capability to keep.
+def _leave_root(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> int:
+    """Become another user: root's threads have no limit. Returns the capability to keep.
 
     A new user who could not read Python (in /root, say) keeps that of reading everything, where the kernel guards the
-    files. The root of a user namespace, who is someone else outside, may stay. PermissionError: there is no way.
+    files. PermissionError: there is no way.
     """
     private = [path for path in readable if not _open_to_all(path)]
-    capability = 0
+    capability = _capability_to_read() if private and files_are_guarded else 0
+    if private and not capability:
+        raise PermissionError(f"code must not run as root, and another user cannot read {private[0]}")
+    if capability:
+        _call("prctl", _KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
     try:
-        if private:
-            capability = _capability_to_read() if files_are_guarded else 0
-            if not capability:
-                raise PermissionError(f"another user cannot read {private[0]}")
-            _call("prctl", _KEEPCAPS, 1, 0, 0, 0)
-        os.setgroups([])
-        try:
-            os.setresgid(uid, uid, uid)
-        except OSError:  # a container with few users
-            uid = _NOBODY
-            os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        return capability
-    except PermissionError as error:
-        with open("/proc/self/uid_map") if sys.platform == "linux" else open(os.devnull) as file:
-            names = file.read().split()
-        if names[1:2] in ([], ["0"]):
-            raise PermissionError(f"code must not run as root, and {error}") from None
-        return 0
+        os.setresgid(uid, uid, uid)
+    except OSError:  # a container with few users
+        uid = _NOBODY
+        os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    return capability
 
 
 def _capability_to_read() -> int:
     """Of those that this process has."""
-    found = (ctypes.c_uint32 * 6)()
-    _call("capget", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), found)
-    return found[1] & _READ_ALL or found[1] & _ACCESS_ALL
+    capabilities = (ctypes.c_uint32 * 6)()
+    _call("capget", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), capabilities)
+    return capabilities[1] & _READ_ALL or capabilities[1] & _ACCESS_ALL
 
 
 def _open_to_all(path: str) -> bool:
@@ -252,17 +157,17 @@ def _open_to_all(path: str) -> bool:
     return True
 
 
-def _landlock(readable: Iterable[str], *, scratch: bool) -> None:
-    """Nothing in the file system can be opened but `readable`, for reading, and the scratch folder; no TCP, no signals
-    to others (as far as the kernel's version knows these)."""
-    version = landlock_version()
+def _landlock(readable: Iterable[str]) -> None:
+    """Nothing in the file system can be opened but `readable`, for reading; no TCP, no signals to others (as far as the
+    kernel's version knows these)."""
+    version = max(0, _LIBC.syscall(_CREATE_RULESET, None, 0, 1))
     files = (1 << 13) - 1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if version >= since)
     handled = [files, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0]  # file system, network, scope
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = _call("syscall", _CREATE_RULESET, (ctypes.c_uint64 * 3)(*handled), ctypes.c_size_t(size), 0)
     rules = [(path, _READ_TREE if os.path.isdir(path) else _READ_FILE) for path in readable]
-    rules += [(path, _READ_WRITE_FILE) for path in DEVICES if os.path.exists(path)]
-    for path, rights in [*rules, (SCRATCH, files)] if scratch else rules:
+    rules += [(path, _READ_WRITE_FILE) for path in _DEVICES if os.path.exists(path)]
+    for path, rights in rules:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = rights.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
         _call("syscall", _ADD_RULE, ruleset, 1, rule, 0)
@@ -275,9 +180,9 @@ class _Compare(ctypes.Structure):
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def seccomp_filter(*, scratch: bool) -> bytes | None:
+def seccomp_filter() -> bytes | None:
     """The kernel's program that allows only what one computing process needs: threads but no fork, no sockets, no
-    signals to anyone; and no file opened for writing unless there is a scratch folder. None without libseccomp."""
+    signals to anyone, no file opened for writing. None without libseccomp."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -291,10 +196,10 @@ def seccomp_filter(*, scratch: bool) -> bytes | None:
         if number != -1:  # -1: this machine or libseccomp has no such call
             _check(library.seccomp_rule_add_array(context, _ALLOW, number, len(conditions), compare))
 
-    for name in (_SYSCALLS + (_WRITING if scratch else "")).split():
+    for name in _SYSCALLS.split():
         allow(name)
-    for name, place in (("open", 1), ("openat", 2)):
-        allow(name, *([] if scratch else [(place, _MASKED_EQ, _OPEN_FOR_WRITING, 0)]))
+    allow("open", (1, _MASKED_EQ, _OPEN_FOR_WRITING, 0))
+    allow("openat", (2, _MASKED_EQ, _OPEN_FOR_WRITING, 0))
     for name in ("fcntl", "fcntl64"):  # without those that make the kernel send signals to others
         allow(name, (1, _LE, _F_SETLKW))
         allow(name, (1, _EQ, _F_DUPFD_CLOEXEC))
@@ -344,8 +249,8 @@ def _guard_python(readable: Sequence[str]) -> None:
     writing, error = _OPEN_FOR_WRITING, PermissionError
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        own = event.startswith("object.") and args[0] is audit
-        if own or event.startswith(refused) or (event == "import" and args[0] in ("ctypes", "_ctypes")):
+        looks_here = event.startswith("object.") and args[0] is audit
+        if looks_here or event.startswith(refused) or (event == "import" and args[0] in ("ctypes", "_ctypes")):
             raise error(f"{event}: not allowed in the sandbox")
         if event == "open" and is_a(args[0], texts):
             path = plain(real(args[0]))

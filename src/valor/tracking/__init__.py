@@ -1,4 +1,1 @@
-"""What a run says about itself: metrics, timers, live progress, loggers and sample generations.
-
-Nothing here imports torch, so that driver-side tools and grader processes start fast.
-"""
+"""Metrics, timers, progress, loggers, samples and run folders. No torch here, so that driver-side tools start fast."""

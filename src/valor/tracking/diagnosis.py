@@ -1,7 +1,7 @@
-"""What a run's metrics say of it: the faults that people meet, each with its number and the keys that help.
+"""Rules that find the usual faults of a run in its metrics, each with its number and the keys that help.
 
-The rules are at the end of the file. A rule looks at the last steps, and at the first ones where it compares; it
-speaks where learning is in danger, and is silent about what merely differs from run to run.
+A rule reads the last steps, and the first ones where it compares. It reports what endangers learning, not what merely
+differs from run to run.
 """
 
 import math
@@ -15,12 +15,12 @@ _QUIET_FOR = 20  # steps in which a finding is not repeated
 _SCORE = "critic/score/mean"
 _ACTOR = "actor_rollout_ref.actor"
 _RATE = f"{_ACTOR}.optim.lr"
-Said = tuple[str, str]  # what is wrong, with its number; what to do
+Verdict = tuple[str, str]  # what is wrong, with its number; what to do
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault that was seen in the steps from `first` to `last`, in the words of the last of them."""
+    """A fault seen in the steps from `first` to `last`, as described at the last of them."""
 
     rule: str
     text: str
@@ -38,10 +38,10 @@ class Diagnosis:
         self.now: Mapping[str, Any] = {}
         self._series: dict[str, list[float]] = {}
         self.low, self.high = math.inf, -math.inf  # of all scores
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}  # step, by rule
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Take in a step's metrics; what is to be told of it: findings that are new, or have been told long ago."""
+        """Add a step's metrics. Returns findings that were not reported in the last steps."""
         self.now = {k: v for k, v in metrics.items() if v is None or isinstance(v, int | float)}
         for key, value in self.now.items():
             if value is not None and math.isfinite(value):
@@ -50,12 +50,12 @@ class Diagnosis:
         self.high = max([self.high, *self.all("critic/score/max")[-1:]])
         news = []
         for rule in RULES if "training/global_step" in metrics else ():
-            if said := rule(self):
+            if verdict := rule(self):
                 name = rule.__name__
                 first = self.findings[name].first if name in self.findings else step
-                self.findings[name] = Finding(name, *said, first, step)
-                if step - self._told.get(name, -math.inf) >= _QUIET_FOR:
-                    self._told[name] = step
+                self.findings[name] = Finding(name, *verdict, first, step)
+                if step - self._reported.get(name, -math.inf) >= _QUIET_FOR:
+                    self._reported[name] = step
                     news.append(self.findings[name])
         return news
 
@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def solved(self) -> float:
-        """Where the mean score is between the lowest and the highest score that any response has had, from 0 to 1."""
+        """Where the mean score is between the lowest and the highest score of all responses, from 0 to 1."""
         return self._above(self.low)
 
     @property
@@ -82,7 +82,7 @@ class Diagnosis:
         return self._above(fmean(self.all(_SCORE)[:WINDOW]))
 
     def key(self, name: str) -> str:
-        """A key for a remedy, with what it is set to: `critic.optim.lr (1e-05)`."""
+        """A key for a remedy, with its value: `critic.optim.lr (1e-05)`."""
         value = self.settings.get(name)
         return f"{name} ({value:g})" if isinstance(value, int | float) else name
 
@@ -91,7 +91,7 @@ class Diagnosis:
         return distance / (self.high - self.low) if self.high > self.low else 0.0
 
 
-def not_finite(run: Diagnosis) -> Said | None:
+def not_finite(run: Diagnosis) -> Verdict | None:
     endings = ("/loss", "_loss", "/grad_norm")
     broken = [k for k, v in run.now.items() if k.endswith(endings) and (v is None or not math.isfinite(v))]
     broken = broken or [k for k, v in run.now.items() if k.endswith("/skipped") and v]
@@ -106,9 +106,9 @@ def not_finite(run: Diagnosis) -> Said | None:
     )
 
 
-def out_of_memory(run: Diagnosis) -> Said | None:
+def out_of_memory(run: Diagnosis) -> Verdict | None:
     sections = {"actor": f"{_ACTOR}.ppo_", "critic": "critic.ppo_", "train": ""}
-    role = next((one for one in sections if run.now.get(f"{one}/oom_retries")), None)
+    role = next((name for name in sections if run.now.get(f"{name}/oom_retries")), None)
     if role is None:
         return None
     retries, tokens = run.now[f"{role}/oom_retries"], run.now.get(f"{role}/token_budget_min", 0)
@@ -119,7 +119,7 @@ def out_of_memory(run: Diagnosis) -> Said | None:
     )
 
 
-def rollout_mismatch(run: Diagnosis) -> Said | None:
+def rollout_mismatch(run: Diagnosis) -> Verdict | None:
     gap, name = run.now.get("training/rollout_probs_diff_mean"), "trainer.rollout_probs_diff_warn"
     if gap is None or gap <= run.settings.get(name, math.inf):
         return None
@@ -130,7 +130,7 @@ def rollout_mismatch(run: Diagnosis) -> Said | None:
     )
 
 
-def constant_reward(run: Diagnosis) -> Said | None:
+def constant_reward(run: Diagnosis) -> Verdict | None:
     scores = {*run.all("critic/score/min")[-WINDOW:], *run.all("critic/score/max")[-WINDOW:]}
     if run.last(_SCORE) is None or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
         return None
@@ -142,7 +142,7 @@ def constant_reward(run: Diagnosis) -> Said | None:
     return f"every response of the last {WINDOW} steps has the reward {score:g}: nothing can be learnt from it", advice
 
 
-def groups_without_signal(run: Diagnosis) -> Said | None:
+def groups_without_signal(run: Diagnosis) -> Verdict | None:
     equal, rollout = run.last("reward/equal_groups"), "actor_rollout_ref.rollout"
     if equal is None or run.low == run.high or equal - run.solved < 0.5:
         return None
@@ -154,7 +154,7 @@ def groups_without_signal(run: Diagnosis) -> Said | None:
     )
 
 
-def flat_reward(run: Diagnosis) -> Said | None:
+def flat_reward(run: Diagnosis) -> Verdict | None:
     trained, part = len(run.all("actor/lr")), 15
     if trained < 2 * part or run.low == run.high or run.solved > 0.9:
         return None
@@ -171,7 +171,7 @@ def flat_reward(run: Diagnosis) -> Said | None:
     )
 
 
-def critic_does_not_learn(run: Diagnosis) -> Said | None:
+def critic_does_not_learn(run: Diagnosis) -> Verdict | None:
     explained, trained = run.all("critic/vf_explained_var"), len(run.all("critic/vf_loss"))
     present = run.last("critic/vf_explained_var")
     if present is None or run.low == run.high:
@@ -196,7 +196,7 @@ def critic_does_not_learn(run: Diagnosis) -> Said | None:
     )
 
 
-def entropy(run: Diagnosis) -> Said | None:
+def entropy(run: Diagnosis) -> Verdict | None:
     last = run.last("actor/entropy")
     if last is None or len(run.all("actor/lr")) < 10 or run.gain > 0.05 or run.solved > 0.9:
         return None
@@ -211,7 +211,7 @@ def entropy(run: Diagnosis) -> Said | None:
     return f"{seen}: the policy explores no more", advice
 
 
-def lengths(run: Diagnosis) -> Said | None:
+def lengths(run: Diagnosis) -> Verdict | None:
     length, cut = run.last("response_length/mean"), run.last("response_length/clip_ratio")
     if length is None or cut is None:
         return None
@@ -227,7 +227,7 @@ def lengths(run: Diagnosis) -> Said | None:
     )
 
 
-def policy_runs_away(run: Diagnosis) -> Said | None:
+def policy_runs_away(run: Diagnosis) -> Verdict | None:
     is_mean = run.settings.get(f"{_ACTOR}.loss_agg_mode", "token-mean").endswith("token-mean")
     far = run.last(*["actor/kl_loss"] * is_mean, "actor/reward_kl_penalty")  # of other modes it is no KL of a token
     step = run.last("actor/ppo_kl")
@@ -241,7 +241,7 @@ def policy_runs_away(run: Diagnosis) -> Said | None:
     return None
 
 
-def clip_fraction(run: Diagnosis) -> Said | None:
+def clip_fraction(run: Diagnosis) -> Verdict | None:
     clipped = run.last("actor/pg_clipfrac")
     # GSPO clips whole sequences, in a range so narrow that it always does.
     if clipped is None or clipped < 0.3 or run.settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo":
@@ -253,5 +253,5 @@ def clip_fraction(run: Diagnosis) -> Said | None:
     )
 
 
-RULES: list[Callable[[Diagnosis], Said | None]] = [not_finite, out_of_memory, rollout_mismatch, constant_reward]
+RULES: list[Callable[[Diagnosis], Verdict | None]] = [not_finite, out_of_memory, rollout_mismatch, constant_reward]
 RULES += [groups_without_signal, flat_reward, critic_does_not_learn, entropy, lengths, policy_runs_away, clip_fraction]

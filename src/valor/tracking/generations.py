@@ -1,4 +1,4 @@
-"""Sample generations with what the algorithm thought of each token: `samples/step_N.jsonl`, one JSON object a line."""
+"""Sample generations with the algorithm's numbers for each token: `samples/step_N.jsonl`, one JSON object a line."""
 
 import json
 import math
@@ -22,9 +22,9 @@ class Sample:
     `tokens` joined is the response's text (see `token_strings`). `mask` is 0 on tokens that the policy did not
     write (tool observations).
 
-    Of an episode also `turns` (number of each token's turn from 1; 0 on what the policy was told), and `episode`: its
-    `calls`, `turn_rewards`, `outcome`, `error` (why it could not be played), and `rows` (of each row after the first
-    its `prompt`, and the token `at` which it begins).
+    Of an episode also `turns` (number of each token's turn from 1; 0 on observations), and `episode`: its `calls`,
+    `turn_rewards`, `outcome`, `error` (why it could not be played), and `rows` (of each row after the first its
+    `prompt`, and the token `at` which it begins).
     """
 
     prompt: str
@@ -50,7 +50,7 @@ def write_samples(run_dir: Path, step: int, samples: Iterable[Sample], *, split:
     Per-token numbers keep six significant digits; non-finite ones become null.
     """
     path = samples_file(run_dir, step, split)
-    write_atomically(path, "".join(json.dumps(_record(step, split, one)) + "\n" for one in samples))
+    write_atomically(path, "".join(json.dumps(_record(step, split, sample)) + "\n" for sample in samples))
     return path
 
 
@@ -66,9 +66,9 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
     for end in range(1, len(ids) + 1):
         text = decode(list(ids[start:end]))
         torn = text.endswith(_TORN) and end < len(ids) and end - start < _MAX_WINDOW
-        whole = text.rstrip(_TORN) if torn else text
-        strings.append(whole[shown:])
-        shown = max(shown, len(whole))
+        complete = text.rstrip(_TORN) if torn else text
+        strings.append(complete[shown:])
+        shown = max(shown, len(complete))
         if not torn:
             start, boundary = boundary, end
             shown = len(decode(list(ids[start:end])))
@@ -78,16 +78,16 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     record = _jsonable({"step": step, "split": split, **asdict(sample)})
     for name in _MEASURED:
-        record[name] = record[name] and [None if one is None else float(f"{one:.6g}") for one in record[name]]
+        record[name] = record[name] and [None if number is None else float(f"{number:.6g}") for number in record[name]]
     return record
 
 
 def _jsonable(value: Any) -> Any:
     """`value` in JSON types only: non-finite floats are None, unknown objects their text."""
     if isinstance(value, dict):
-        return {str(key): _jsonable(one) for key, one in value.items()}
+        return {str(key): _jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(one) for one in value]
+        return [_jsonable(entry) for entry in value]
     if hasattr(value, "tolist"):  # NumPy and torch, scalars too
         return _jsonable(value.tolist())
     if isinstance(value, float):

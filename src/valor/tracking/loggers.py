@@ -1,4 +1,4 @@
-"""Where a step's metrics go: console, metrics.jsonl, TensorBoard, services, plug-ins; one `Tracker` writes to all."""
+"""Destinations of a step's metrics: console, metrics.jsonl, TensorBoard, services, plug-ins."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,6 @@ import math
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,14 +22,14 @@ from valor.user_files import load_object
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")
 
 
-class Logger(ABC):
+class Logger:
     """One destination of metrics."""
 
-    @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027  # most hold something open
-        """Let go of what is held open."""
+    def close(self) -> None:
+        """Close what is open."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,24 @@ class RunInfo:
 class Tracker(AbstractContextManager["Tracker"]):
     """Sends each step's metrics to every named logger; first removes records of steps after `resume_step`.
 
-    UserError, before anything is written: a name is unknown or its package is missing. A context manager.
+    UserError, before anything is written: a name is unknown or its package is missing.
     """
 
     def __init__(self, names: Sequence[str], run: RunInfo) -> None:
         makers = [find_logger(name) for name in dict.fromkeys(names)]
         run.run_dir.mkdir(parents=True, exist_ok=True)
-        # Services may refuse (no login), so they come before the run folder's records are touched.
-        ours = (ConsoleLogger, FileLogger, TensorboardLogger)
-        self._loggers = [make(run) for make in makers if make not in ours]
+        # Services may refuse (no login), so they start before the run folder's records are touched.
+        local = (ConsoleLogger, FileLogger, TensorboardLogger)
+        self._loggers = [make(run) for make in makers if make not in local]
         rewind(run.run_dir, run.resume_step)
-        self._loggers += [make(run) for make in makers if make in ours]
+        self._loggers += [make(run) for make in makers if make in local]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of `step` (numbers, one-element arrays or histograms); on return they are flushed."""
         histograms = {key: value for key, value in metrics.items() if isinstance(value, Histogram)}
-        plain = {key: _plain_number(key, value) for key, value in metrics.items() if key not in histograms}
+        numbers = {key: _number(key, value) for key, value in metrics.items() if key not in histograms}
         for logger in self._loggers:
-            logger.log(step, plain, histograms)
+            logger.log(step, numbers, histograms)
 
     def __exit__(self, *exc: object) -> None:
         for logger in self._loggers:
@@ -90,7 +89,7 @@ class FileLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        record |= {key: {"low": one.low, "high": one.high, "counts": one.counts} for key, one in histograms.items()}
+        record |= {key: {"low": h.low, "high": h.high, "counts": h.counts} for key, h in histograms.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -110,10 +109,10 @@ class TensorboardLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
-        for key, one in histograms.items():
-            number, total, squares = (float(one.centres**power @ one.counts) for power in (0, 1, 2))
-            edges = one.edges[1:].tolist()
-            self._writer.add_histogram_raw(key, one.low, one.high, number, total, squares, edges, one.counts, step)
+        for key, h in histograms.items():
+            centres, edges = (h.edges[:-1] + h.edges[1:]) / 2, h.edges[1:].tolist()
+            number, total, squares = (float(centres**power @ h.counts) for power in (0, 1, 2))
+            self._writer.add_histogram_raw(key, h.low, h.high, number, total, squares, edges, h.counts, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -121,14 +120,15 @@ class TensorboardLogger(Logger):
 
 
 class Service(Logger):
-    """A package that not everybody has: its name, and what to do where it refuses to start.
+    """A logger of an optional package: its name, and what to do when it refuses to start.
 
-    A run that resumes goes on in the same run of the service, whose id lies in the run folder as `<name>_run_id`.
+    A resumed run continues the same run of the service, whose id is stored in the run folder as `<name>_run_id`.
     """
 
     name: str
     advice: str
-    _run: Any
+    folder_option, folder = "dir", ""  # an argument of the service's `init`, and the folder inside the run's
+    run: Any
 
     def __init__(self, run: RunInfo) -> None:
         self.package: Any = importlib.import_module(self.name)
@@ -142,87 +142,37 @@ class Service(Logger):
         id_file.write_text(f"{number}\n", encoding="utf-8")
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        """Begin a run of the service, or go on with the one of this id; its id."""
-        raise NotImplementedError
-
-    def _init(self, run: RunInfo, number: str | None, **places: str) -> Any:
-        """A run of Weights & Biases or SwanLab."""
+        """Begin a run of the service, or continue the one with this id; its id."""
+        folder = {self.folder_option: str(run.run_dir / self.folder)}
         facts = {"project": run.project, "name": run.experiment, "config": dict(run.config)}
-        return self.package.init(**facts, **places, id=number, resume="allow" if number else None)
+        self.run = self.package.init(**facts, **folder, id=number, resume="allow" if number else None)
+        return self.run.id
+
+    def histograms(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
+        """Histograms as Weights & Biases and Trackio take them."""
+        make = self.package.Histogram
+        return {key: make(np_histogram=(h.counts, h.edges.tolist())) for key, h in histograms.items()}
 
     def close(self) -> None:
-        self._run.finish()
-
-    def shown(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
-        """Histograms as Weights & Biases and Trackio take them."""
-        made = self.package.Histogram
-        return {k: made(np_histogram=(one.counts, one.edges.tolist())) for k, one in histograms.items()}
+        self.run.finish()
 
 
 class WandbLogger(Service):
     """A Weights & Biases run; WANDB_MODE=offline writes under wandb/ without a network.
 
-    The x-axis is `training/global_step`, because W&B's own counter refuses to go back when a run resumes earlier.
+    The x-axis is `training/global_step`: W&B's own counter refuses to go back when a run resumes earlier.
     """
 
     name = "wandb"
     advice = "run `wandb login`, or set WANDB_MODE=offline"
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        self._run = self._init(run, number, dir=str(run.run_dir))
-        self._run.define_metric("*", step_metric="training/global_step")
-        return self._run.id
+        number = super().start(run, number)
+        self.run.define_metric("*", step_metric="training/global_step")
+        return number
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        self._run.log({**metrics, **self.shown(histograms), "training/global_step": step})
-
-
-class TrackioLogger(Service):
-    """A Trackio run in the local database (`trackio show` opens it; TRACKIO_DIR moves it), or in TRACKIO_SPACE_ID.
-
-    Trackio knows runs by their names: a new run is called after its folder too, and the second of a name by a number.
-    """
-
-    name = "trackio"
-    advice = "set TRACKIO_DIR to a folder that can be written, or leave 'trackio' out of trainer.logger"
-
-    def start(self, run: RunInfo, number: str | None) -> str:
-        name = number or f"{run.experiment}-{run.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        resume = "must" if number else "never"
-        self._run = self.package.init(run.project, name, config=dict(run.config), resume=resume, embed=False)
-        return name
-
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        self._run.log({**metrics, **self.shown(histograms)}, step=step)
-
-
-class MlflowLogger(Service):
-    """An MLflow run at MLFLOW_TRACKING_URI, else in mlflow.db of the run folder (`mlflow ui --backend-store-uri`).
-
-    MLflow has no histograms, and does not take the `@` of `mean@8`: it is `mean_8` there.
-    """
-
-    name = "mlflow"
-    advice = "check MLFLOW_TRACKING_URI"
-
-    def start(self, run: RunInfo, number: str | None) -> str:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
-        self._client = self.package.MlflowClient(uri)
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        self._id = number or self._client.create_run(experiment, run_name=run.experiment).info.run_id
-        if number is None:
-            self._client.log_dict(self._id, dict(run.config), "config.json")
-        return self._id
-
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        now, metric = int(time.time() * 1000), self.package.entities.Metric
-        found = [metric(_NOT_IN_MLFLOW.sub("_", key), float(value), now, step) for key, value in metrics.items()]
-        for start in range(0, len(found), 1000):  # the most that MLflow takes at once
-            self._client.log_batch(self._id, found[start : start + 1000])
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self.run.log({**metrics, **self.histograms(histograms), "training/global_step": step})
 
 
 class SwanlabLogger(Service):
@@ -230,10 +180,7 @@ class SwanlabLogger(Service):
 
     name = "swanlab"
     advice = "run `swanlab login`, or set SWANLAB_MODE=offline"
-
-    def start(self, run: RunInfo, number: str | None) -> str:
-        self._run = self._init(run, number, log_dir=str(run.run_dir / "swanlog"))
-        return self._run.id
+    folder_option, folder = "log_dir", "swanlog"
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self.package.log(dict(metrics), step=step)
@@ -242,35 +189,80 @@ class SwanlabLogger(Service):
         self.package.finish()
 
 
+class TrackioLogger(Service):
+    """A Trackio run in the local database (`trackio show` opens it; TRACKIO_DIR moves it), or in TRACKIO_SPACE_ID.
+
+    Trackio knows runs by their names, so the name of a new run has its folder and the time in it.
+    """
+
+    name = "trackio"
+    advice = "set TRACKIO_DIR to a folder that can be written, or leave 'trackio' out of trainer.logger"
+
+    def start(self, run: RunInfo, number: str | None) -> str:
+        name = number or f"{run.experiment}-{run.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        resume = "must" if number else "never"
+        self.run = self.package.init(run.project, name, config=dict(run.config), resume=resume, embed=False)
+        return name
+
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        self.run.log({**metrics, **self.histograms(histograms)}, step=step)
+
+
+class MlflowLogger(Service):
+    """An MLflow run at MLFLOW_TRACKING_URI, else in mlflow.db of the run folder (`mlflow ui --backend-store-uri`).
+
+    MLflow has no histograms, and no `@` in names: `mean@8` becomes `mean_8`.
+    """
+
+    name = "mlflow"
+    advice = "check MLFLOW_TRACKING_URI"
+
+    def start(self, run: RunInfo, number: str | None) -> str:
+        local = f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
+        self.package.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self.package.set_experiment(run.project)
+        self.run = self.package.start_run(run_id=number, run_name=run.experiment)
+        if number is None:
+            self.package.log_dict(dict(run.config), "config.json")
+        return self.run.info.run_id
+
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        values = {_NOT_IN_MLFLOW.sub("_", key): float(value) for key, value in metrics.items()}
+        self.package.log_metrics(values, step=step)
+
+    def close(self) -> None:
+        self.package.end_run()
+
+
 LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
     "console": ConsoleLogger,
     "file": FileLogger,
     "tensorboard": TensorboardLogger,
-    **{one.name: one for one in (WandbLogger, TrackioLogger, MlflowLogger, SwanlabLogger)},
+    **{logger.name: logger for logger in (WandbLogger, TrackioLogger, MlflowLogger, SwanlabLogger)},
 }
-"""What a name in `trainer.logger` stands for."""
+"""The names of `trainer.logger`."""
 
 
 def find_logger(name: str) -> Callable[[RunInfo], Logger]:
-    """What makes the logger that `trainer.logger` calls `name`: one of LOGGERS, or `file.py:Name` or
-    `package.module:Name`. UserError: there is none, or its package is not installed."""
-    made: Any = LOGGERS.get(name)
-    if isinstance(made, type) and issubclass(made, Service):
+    """What makes the logger `name` of `trainer.logger`: one of LOGGERS, or `file.py:Name` or `package.module:Name`.
+
+    UserError: there is none, or its package is not installed.
+    """
+    logger = LOGGERS.get(name)
+    if isinstance(logger, type) and issubclass(logger, Service):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: merely a folder of that name
             raise UserError(
                 f"trainer.logger: '{name}' needs a package that is not installed: pip install 'valor-rl[{name}]', or "
                 f"leave '{name}' out"
             )
-    if made is not None:
-        return made
-    if not {":", "."} & {*name}:
+    if logger is None and not {":", "."} & {*name}:
         hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}, and package.module:Name"
         raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
-    return load_object(name, "trainer.logger")
+    return logger or load_object(name, "trainer.logger")
 
 
-def _plain_number(key: str, value: Any) -> float | int:
+def _number(key: str, value: Any) -> float | int:
     """A Python number; ValueError naming the key if `value` is not one number."""
     if hasattr(value, "item"):  # NumPy scalars, one-element arrays and tensors
         value = value.item()

@@ -22,7 +22,7 @@ def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     A dict without some key adds nothing to it. NaN wins over every number, so that it is never hidden.
     """
     reduced: dict[str, float] = {}
-    for key, value in (item for one in metrics for item in one.items()):
+    for key, value in (item for record in metrics for item in record.items()):
         extreme = _EXTREME.search(key)
         join = operator.add if extreme is None else np.maximum if extreme[1] == "max" else np.minimum
         reduced[key] = float(join(reduced[key], float(value))) if key in reduced else float(value)
@@ -69,43 +69,25 @@ class Histogram:
         """The len(counts) + 1 bin edges."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
 
-    @property
-    def centres(self) -> np.ndarray:
-        """The middles of the bins."""
-        return (self.edges[:-1] + self.edges[1:]) / 2
-
-    @property
-    def variance(self) -> float:
-        """Of the entries, as if each lay in the middle of its bin."""
-        return float(np.cov(self.centres, fweights=self.counts, ddof=0))
-
 
 def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
     """Of the finite entries of `array` where `mask` (same shape, 0/1) is set; None if there is none.
 
     Torch tensors or NumPy arrays. Entries that are all equal lie in the middle of a range of width 1.
     """
-    chosen = np.asarray(array)[np.asarray(mask) != 0]
-    if not (finite := np.isfinite(chosen)).all():
-        chosen = chosen[finite]
+    chosen = _selected(array, mask)
+    chosen = chosen[np.isfinite(chosen)]
     if chosen.size == 0:
         return None
-    low, high = float(chosen.min()), float(chosen.max())
-    edges = np.histogram_bin_edges(np.array([low, high]), bins=bins)
-    # A number is left of an edge just if it is left of the next number of its kind: no copies in float64.
-    kind = chosen.dtype if chosen.dtype.kind == "f" else np.dtype(np.float64)
-    exact = edges[1:-1].astype(kind)
-    exact = np.where(exact < edges[1:-1], np.nextafter(exact, np.array(np.inf, kind)), exact)
-    below = [0, *(int(np.count_nonzero(chosen < edge)) for edge in exact), chosen.size]
-    return Histogram(float(edges[0]), float(edges[-1]), np.diff(below).tolist())
+    counts, edges = np.histogram(chosen, bins=bins)
+    return Histogram(float(edges[0]), float(edges[-1]), counts.tolist())
 
 
 class Timer:
     """Seconds per phase of one step: `with timer("gen"): ...`, then `timer.metrics()` gives `timing_s/gen`.
 
-    A phase entered twice adds up; `began` is when it was entered first, in seconds after the timer was made. Phases do
-    not nest, except inside "step", which is the whole of a training step; those of different threads may overlap.
-    "testing" and "save_checkpoint" come after the step.
+    A phase entered twice adds up; `began` is when it was entered first, in seconds after the timer was made. Phases
+    nest only inside "step", the training step; those of different threads may overlap.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -129,14 +111,14 @@ class Timer:
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Seconds of each phase in which one that had begun before it was at work too: nobody waited for them."""
-        found: dict[str, float] = {}
+        """Seconds of each phase that overlap an earlier phase: nobody waited for them."""
+        overlaps: dict[str, float] = {}
         reached = -math.inf
         for began, ended, phase in sorted(span for span in self._spans if span[2] != "step"):
             if reached > began:
-                found[phase] = found.get(phase, 0.0) + min(ended, reached) - began
+                overlaps[phase] = overlaps.get(phase, 0.0) + min(ended, reached) - began
             reached = max(reached, ended)
-        return found
+        return overlaps
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
         """`timing_s/<phase>`, `timing_began_s/<phase>`, `timing_hidden_s/<phase>` where there are such, and

@@ -1,4 +1,4 @@
-"""The run folder: where its records lie, whose it is, and how they are taken back to an earlier step on a resume.
+"""The run folder: its files, its lock, and how a resume takes the records back to an earlier step.
 
 config.yaml              the resolved configuration
 metrics.jsonl            one line a step: {"step": 3, "critic/score/mean": 0.5, …}; null for a non-finite value
@@ -6,8 +6,8 @@ samples/step_3.jsonl     sample generations of training; samples/val_step_3.json
 run.json                 facts about the run (name, command, versions, …)
 tensorboard/, wandb/     what those loggers write
 global_step_3/           checkpoints
-previous/1/ …            what a run has left behind: all records and checkpoints, where it was started afresh in the
-                         same folder; the checkpoints of later steps, where it went on from an earlier one
+previous/1/ …            records and checkpoints of a run that was started afresh in the same folder; checkpoints of
+                         later steps, where a run went on from an earlier one
 """
 
 import errno
@@ -29,32 +29,29 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_DIR = "samples"
 TENSORBOARD_DIR = "tensorboard"
 INFO_FILE = "run.json"
-ROLLBACKS_FILE = "rollbacks.json"
 LOCK_FILE = ".run.lock"
 _SAMPLES_NAME = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say it
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of libraries written in Rust
 _REMEDIES = {
     "make room there and start the same command again: it goes on from the last checkpoint": "ENOSPC EDQUOT EFBIG",
-    "make it writable, or choose another folder (of a run: trainer.default_local_dir)": "EROFS EACCES EPERM",
-    "move it away, or choose another folder (of a run: trainer.default_local_dir)": "ENOTDIR EISDIR EEXIST ENOTEMPTY",
-    "correct the path, or choose another folder (of a run: trainer.default_local_dir)": "ENOENT ENAMETOOLONG ELOOP",
+    "make it writable, move it away, or choose another folder (of a run: trainer.default_local_dir)": (
+        "EROFS EACCES EPERM ENOTDIR EISDIR EEXIST ENOTEMPTY ENOENT ENAMETOOLONG ELOOP"
+    ),
     "look at the disk, and start the same command again": "EIO ESTALE",
 }
 _REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
-_HELD = (errno.EACCES, errno.EAGAIN)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 @contextmanager
 def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """The folder (made if missing) is this process's inside the block. UserError: another process has it.
+    """Lock the folder, made if missing, inside the block. UserError: another process has locked it.
 
-    The lock is a record lock of POSIX: it ends with the process however that ends, a forked child does not keep it,
-    and network file systems carry it to other machines. Where a file system has no locks, a line says so. A folder that
-    was made here and is still empty goes away again.
+    The lock is a record lock of POSIX: it ends with the process, forked children do not inherit it, and network file
+    systems carry it to other machines. Where a file system has no locks, a line says so. A folder that was made here
+    and is still empty is removed.
     """
-    new = not run_dir.exists()
+    is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
@@ -65,31 +62,31 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
             path.unlink(missing_ok=True)
             os.close(handle)
     finally:
-        if new:
-            with suppress(OSError):  # it has something in it
+        if is_new:
+            with suppress(OSError):  # it is not empty
                 run_dir.rmdir()
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds. UserError: it is not valid, and where."""
+    """The content of a YAML file. UserError: it is not valid, and where."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{place}: not valid yaml ({getattr(error, 'problem', None) or error})") from None
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid yaml ({getattr(error, 'problem', None) or error})") from None
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What the file system refuses inside the block is a UserError: the path (else `path`), why, and the remedy."""
+    """Errors of the file system inside the block as a UserError: the path (else `path`), why, and the remedy."""
     try:
         yield
     except (UserError, TrainingStopped):
         raise
     except Exception as error:
-        said = _OS_ERROR.search(str(error))
-        number = error.errno if isinstance(error, OSError) else said and int(said[1])
+        match = _OS_ERROR.search(str(error))
+        number = error.errno if isinstance(error, OSError) else match and int(match[1])
         if number is None or number not in _REMEDY_OF:
             raise
         where = (isinstance(error, OSError) and error.filename) or path
@@ -97,39 +94,38 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def samples_file(run_dir: Path, step: int, split: str = "train") -> Path:
-    """Where the sample generations of `step` lie; split is "train" or "val"."""
+    """The file of the sample generations of `step`; split is "train" or "val"."""
     return run_dir / SAMPLES_DIR / f"{'val_' if split == 'val' else ''}step_{step}.jsonl"
 
 
 def step_of_samples(path: Path) -> int | None:
-    """The step that a samples file is about; None if its name is not one of ours."""
+    """The step of a samples file; None if its name is not one of ours."""
     match = _SAMPLES_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
-    """What is called `global_step_N` in the folder, by N."""
+    """The folders `global_step_N` by N."""
     matches = [_CHECKPOINT_NAME.fullmatch(path.name) for path in run_dir.glob("global_step_*")]
     return {int(match[1]): run_dir / match[0] for match in matches if match}
 
 
 def rewind(run_dir: Path, step: int | None) -> None:
-    """Make the folder say nothing about steps after `step`; None: a new run, older records move to `previous/`.
+    """Remove records of steps after `step`; None: a new run, all older records move to `previous/`.
 
-    Checkpoints of later steps, of a branch that is given up or damaged, move there too: a later resume would take them
-    for the newest. A line of metrics that a killed process left unfinished goes. UserError: a line before it is none.
+    Checkpoints of later steps move there too: a later resume would take them for the newest. An unfinished last line
+    of metrics, of a killed process, is dropped. UserError: another line is no JSON object with a step.
     """
     later = [path for saved_at, path in checkpoints(run_dir).items() if step is None or saved_at > step]
     if step is None:
-        names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR, ROLLBACKS_FILE)
+        names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR)
         later += [run_dir / name for name in names if (run_dir / name).exists()]
     if later:
-        earlier = run_dir / "previous"
-        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdigit()]
-        place = earlier / str(1 + max(numbers, default=0))
-        place.mkdir(parents=True)
+        numbers = [int(path.name) for path in (run_dir / "previous").glob("*") if path.name.isdigit()]
+        folder = run_dir / "previous" / str(1 + max(numbers, default=0))
+        folder.mkdir(parents=True)
         for path in later:
-            path.rename(place / path.name)
+            path.rename(folder / path.name)
     if step is None:
         return
     metrics = run_dir / METRICS_FILE
@@ -139,8 +135,8 @@ def rewind(run_dir: Path, step: int | None) -> None:
         if None in steps[:-1]:
             number = steps.index(None) + 1
             raise UserError(f"'{metrics}': line {number} is no line of metrics: repair it, or move the file away")
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-        write_atomically(metrics, b"".join(kept).decode())
+        earlier = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        write_atomically(metrics, b"".join(earlier).decode())
     for path in (run_dir / SAMPLES_DIR).glob("*.jsonl"):
         if (sampled_at := step_of_samples(path)) is not None and sampled_at > step:
             path.unlink()
@@ -161,7 +157,7 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside and rename: whoever opens `path` finds the old content or the new one, never half of it."""
+    """Write beside and rename: readers of `path` see the old content or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
     with beside.open("wb") as file:
@@ -172,24 +168,21 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def _acquire(path: Path, say: Callable[[str], None]) -> int:
-    """The open file that holds the lock, with this process's number and host in it."""
+    """The open, locked file, with this process's number and host in it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                say(f"the file system of '{path.parent}' has no locks: see to it that no other run uses this folder")
-            else:
-                holder = os.read(handle, 1000).decode(errors="replace") or "a process that has just begun"
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                owner = os.read(handle, 1000).decode(errors="replace") or "a process that has just begun"
                 os.close(handle)
-                if error.errno not in _HELD:
-                    raise
                 raise UserError(
-                    f"'{path.parent}' is the folder of a run that is going on ({holder}): wait for its end, stop it, "
+                    f"'{path.parent}' is the folder of a run that is going on ({owner}): wait for its end, stop it, "
                     "or choose another folder with trainer.default_local_dir"
                 ) from None
-        with suppress(FileNotFoundError):  # the run that has just ended took this file with it
+            say(f"the file system of '{path.parent}' has no locks: see to it that no other run uses this folder")
+        with suppress(FileNotFoundError):  # a run that has just ended may have removed this file
             if os.path.samestat(os.fstat(handle), path.stat()):
                 break
         os.close(handle)
@@ -199,7 +192,7 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
 
 
 def _step_of_line(line: bytes) -> int | None:
-    """The step of a metrics line; None of an unfinished one, or of none."""
+    """The step of a metrics line; None of an unfinished one, or one without a step."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,5 @@
 """Advantages of a batch: where the configuration's `algorithm` section meets the estimators."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,23 +9,17 @@ from torch import Tensor
 from valor import algorithms
 from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
-from valor.collector.rollouts import correct
 from valor.config import AlgorithmConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.rewards.worker import Sample
 from valor.trainer.old_log_probs import OldLogProbs
 
+LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 # What an estimator may name beyond the common inputs, where the run has it.
-OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
-FROM_THE_RUN = (
-    *OFFERED_COLUMNS,
-    "component_scores",
-    "component_weights",
-    "bootstrap_mask",
-    "bootstrap_values",
-    "report",
-)
+OFFERED_COLUMNS = (*LOG_PROBS, "sum_pi_squared", "rollout_is_weights", "turn_ids")
+_OTHERS = ("component_scores", "component_weights", "bootstrap_mask", "bootstrap_values", "report")
+FROM_THE_RUN = (*OFFERED_COLUMNS, *_OTHERS)
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 
 
@@ -41,17 +34,42 @@ def compute_advantages(
     batch gains `quantile_returns` [B, T, K]. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1 at the first
     policy token of each turn, where alone the critic has a target.
     """
-    tensors = batch.tensors
-    values, branched = tensors.get("values"), tensors.get("branch_mask")
-    if values is not None and branched is not None:
-        values = tensors["branch_values"].where(branched > 0, values)
+    tensors, name, inputs = batch.tensors, config.adv_estimator, _inputs(batch, config, error_score, metrics)
+    whitening = {"whitening": offered_settings(config)["whitening"]}
+    if from_critic(config):
+        return algorithms.critic_advantages(inputs["values"], inputs["response_mask"], **whitening)
+    if inputs.get("gae_unit") == "turn":
+        batch["value_mask"] = Turns(inputs.get("turn_ids"), inputs["response_mask"]).starts.float()
+    if "quantiles" in batch:
+        unwhitened = {"whitening": "none"} if "whitening" in algorithms.ADVANTAGES[name].options else {}
+        batch["quantile_returns"] = algorithms.quantile_targets(
+            name, quantiles=tensors["quantiles"], **{**inputs, **unwhitened}
+        )
+    if "progress" in batch:
+        progress = {"progress": tensors["progress"]}
+        advantages, returns = algorithms.advantages_with_progress(name, **{**inputs, **progress, **whitening})
+    elif "reward_missing" in batch:
+        how: dict[str, Any] = {"missing_reward": config.missing_reward, "flip": config.reward_mask_flip_adv_when_masked}
+        how["missing"] = tensors["reward_missing"]
+        return algorithms.advantages_with_missing_rewards(name, **{**inputs, **how, **whitening})[:2]
+    else:
+        advantages, returns = algorithms.compute_advantages(name, **inputs)
+    branched = tensors.get("branch_mask")
+    return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
+
+
+def _inputs(
+    batch: Batch, config: AlgorithmConfig, error_score: float, metrics: dict[str, float] | None
+) -> dict[str, Any]:
+    """Keyword arguments of the estimator: the common inputs, what it names of columns and settings, and adv_kwargs."""
+    tensors, entry, options = batch.tensors, algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
     offered: dict[str, Any] = offered_settings(config) | {"report": ({} if metrics is None else metrics).__setitem__}
-    name, options = config.adv_estimator, {**config.adv_kwargs}
-    entry = algorithms.ADVANTAGES[name]
-    read = [column for column in OFFERED_COLUMNS if column in tensors and column in entry.options]
-    if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
-        read = [column for column in read if column != "turn_ids"]
-    offered |= {column: tensors[column] for column in read}
+    by_token = {**offered, **options}["gae_unit"] == "token" and "gae_unit" in entry.options
+    columns = [name for name in OFFERED_COLUMNS if name in tensors and not (by_token and name == "turn_ids")]
+    offered |= {name: tensors[name] for name in columns if name in entry.options}
+    values = tensors.get("values")
+    if values is not None and "branch_mask" in batch:
+        values = tensors["branch_values"].where(tensors["branch_mask"] > 0, values)
     if config.truncation_bootstrap:
         cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
@@ -59,7 +77,7 @@ def compute_advantages(
         keys, weights = (options.pop(option, None) for option in COMPONENTS)
         offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
         offered["component_weights"] = dict(zip(keys, weights, strict=True)) if weights else None
-    common: dict[str, Any] = {
+    return {
         "rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],
         "values": values,
@@ -70,60 +88,39 @@ def compute_advantages(
         **{k: v for k, v in offered.items() if k in entry.options},
         **options,
     }
-    if common.get("gae_unit") == "turn" and not from_critic(config):
-        batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
-    if "quantiles" in batch:
-        inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
-        batch["quantile_returns"] = algorithms.quantile_targets(name, quantiles=tensors["quantiles"], **inputs)
-    if from_critic(config):
-        return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
-    if "progress" in batch or "reward_missing" not in batch:
-        if "progress" in batch:
-            common |= {"progress": tensors["progress"], "whitening": offered["whitening"]}
-        compute = algorithms.advantages_with_progress if "progress" in batch else algorithms.compute_advantages
-        advantages, returns = compute(name, **common)
-        return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
-    advantages, returns, _ = algorithms.advantages_with_missing_rewards(
-        name,
-        missing=tensors["reward_missing"],
-        missing_reward=config.missing_reward,
-        flip=config.reward_mask_flip_adv_when_masked,
-        **{**common, "whitening": offered["whitening"]},
-    )
-    return advantages, returns
-
-
-def right_answers(batch: Batch) -> Tensor:
-    """[B] 1 where the grader calls the answer right; nobody is told so where the reward is missing."""
-    scores = batch["token_level_scores"].sum(-1)
-    right = correct(Batch({"scores": scores}, {"reward_info": batch.objects["reward_info"]})).float()
-    return right * (~batch["reward_missing"]).float() if "reward_missing" in batch else right
 
 
 def from_critic(config: AlgorithmConfig) -> bool:
-    """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
-    the critic's values again. Estimators that do without a critic take the value as they take any score."""
+    """Whether the advantage is V(last) - V: the critic's value is the reward, and the estimator would compare it with
+    the critic's values again. Estimators without a critic treat that reward as any score."""
     return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
 
 
-def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the estimator by which the critic's ranks can make their targets themselves, in the one
-    update that a batch has: a row's returns follow from its scores and the critic's values of it. None where they need
-    more, not all rows are trained on, there are several updates or critics, or the critic has processes without the
-    actor: those train while the actor does, which would have to wait for values that come with an update."""
+def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
+    """The estimator (name, options) by which the critic's ranks make their own targets, in the one update of a batch.
+
+    None where that is impossible: returns that depend on more than a row's scores and values, rows left out of the
+    update, several updates or critics; or useless: a critic with processes apart from the actor's trains while the
+    actor does, which would have to wait for values that come with the update.
+    """
     algorithm, critic = config.algorithm, config.critic
-    if not critic.enable or critic.freeze or critic.ensemble_size > 1:
-        return None
-    updates = math.ceil(config.data.train_batch_size / critic.ppo_mini_batch_size) * critic.ppo_epochs
-    more = (
-        any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values()),
-        updates > 1 or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1),
-        algorithm.adv_estimator != "gae" or algorithm.gae_unit != "token",
-        algorithm.use_kl_in_reward or algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0,
-        algorithm.truncation_bootstrap or algorithm.branch_values.share > 0 or config.learns_quantiles,
-        algorithm.use_pf_ppo or OldLogProbs.of(config).correct_batch,
-    )
-    if any(more):
+    if (
+        not config.trains_critic
+        or critic.ensemble_size > 1
+        or config.updates_per_step(critic) > 1
+        or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1)
+        or algorithm.adv_estimator != "gae"
+        or algorithm.gae_unit != "token"
+        or algorithm.use_kl_in_reward
+        or algorithm.reward_source == "critic"
+        or algorithm.reward_mask_ratio > 0
+        or algorithm.truncation_bootstrap
+        or algorithm.branch_values.share > 0
+        or config.learns_quantiles
+        or algorithm.use_pf_ppo
+        or OldLogProbs(config).correct_batch
+        or any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values())
+    ):
         return None
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam, **offered_settings(algorithm), **algorithm.adv_kwargs}
     known = algorithms.ADVANTAGES["gae"].parameters
@@ -160,14 +157,12 @@ def component_scores(
 
 
 def check_components(config: PPOConfig, inputs: RunInputs) -> None:
-    """UserError: a component that the estimator compares is not in the grade of an empty response.
-
-    One prompt of each source is tried. Where the grader fails on it, nothing is known yet.
-    """
+    """UserError: a component that the estimator compares is missing in the grade of an empty response to one prompt of
+    each source. A grader that fails on that is not judged."""
     keys = config.algorithm.adv_kwargs.get(COMPONENTS[0]) or ()
     if not keys or inputs.agents is not None or config.reward.reward_model.replaces_rule:
         return
-    first = {row.data_source: row for row in inputs.train}
-    samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in first.values()]
-    if found := [result.components for result in inputs.rewards.score(samples) if result.error is None]:
-        component_scores(found, keys, config.reward.error_score)
+    rows = {row.data_source: row for row in inputs.train}.values()
+    results = inputs.rewards.score([Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in rows])
+    if grades := [result.components for result in results if result.error is None]:
+        component_scores(grades, keys, config.reward.error_score)

@@ -1,7 +1,6 @@
-"""What a resumed run has otherwise than the run so far: its settings, and the content of the files that they name."""
+"""Differences between a resumed run and the checkpoint's: settings, and the content of the files they name."""
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,29 +9,24 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
-from valor.config.tree import flatten, follows, get_at, is_open, matches, plain_keys, schema
+from valor.config.inheritance import follows
+from valor.config.tree import flatten, get_at, is_open, matches, plain_keys, schema
 from valor.trainer.checkpoints import file_sha256
 
-# Settings that change what a run writes, where it works and how fast, not what it computes (but for the rounding that
-# other processes and micro-batches bring). `_LENGTH` is one of them where no learning rate depends on it.
+# Settings that change what a run writes, where it works and how fast, but not what it computes (except for rounding by
+# other processes and micro-batches); after `!` those that do. `_LENGTH` is one of them where no learning rate depends
+# on it.
 _HARMLESS = """
-    trainer.project_name trainer.experiment_name trainer.default_local_dir trainer.rollout_data_dir
-    trainer.validation_data_dir trainer.episode_data_dir trainer.logger trainer.log_* trainer.report
-    trainer.save_freq trainer.test_freq
-    trainer.val_before_train trainer.val_only trainer.max_* trainer.keep_best trainer.resume_*
-    trainer.rollout_probs_diff_warn reward.max_error_ratio *.max_tool_error_ratio
-    *.checkpoint.save_contents checkpoint.save_contents
-    trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
-    trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
-    global_profiler.* *.profiler.* *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size
-    *.enable_gradient_checkpointing *.use_remove_padding *.share_prefixes *.max_num_seqs
-    *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir reward.num_workers
+    trainer.* !trainer.seed !trainer.full_determinism !trainer.critic_warmup !trainer.v1.* !trainer.total_*
+    reward.max_error_ratio reward.num_workers *.max_tool_error_ratio *checkpoint.save_contents ray_kwargs.*
+    resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch global_profiler.* *.profiler.*
+    *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size *.enable_gradient_checkpointing
+    *.use_remove_padding *.share_prefixes *.max_num_seqs *.max_num_batched_tokens *.gpu_memory_utilization
+    *.update_weights_bucket_megabytes *.weights_dir
 """
 _LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+_BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64  # of a larger weight file, blocks at even distances; of others all bytes
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_WHOLE_BYTES = 64 << 20  # weights up to this size are read whole
-_BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64  # of larger ones, these blocks at even distances
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Change(NamedTuple):
@@ -48,28 +42,27 @@ def settings_of(config: BaseModel) -> dict[str, Any]:
 
 
 def digests_of(config: BaseModel) -> dict[str, str]:
-    """Of each key that names files to read, a digest of what they hold; of a model on the hub its commit, where known.
+    """For each key that names files to read, a digest of their content; for a model on the hub its commit, if cached.
 
-    Of a folder it covers the files that lie in it. Large weight files are known by their size and blocks of them.
+    A folder's digest covers the files directly in it. Large weight files are sampled.
     """
-    tree, found = config.model_dump(mode="json"), dict[str, str]()
+    tree, digests = config.model_dump(mode="json"), dict[str, str]()
     for key in plain_keys(type(config)):
         value = get_at(tree, key.name)
-        if not value or "path" not in type_text(key) or matches(key.name, _HARMLESS.split()):
-            continue
-        digests = [_digest(name) for name in ([value] if isinstance(value, str) else value)]
-        if all(digests):
-            found[key.name] = " ".join(str(digest) for digest in digests)
-    return found
+        if value and "path" in type_text(key) and not matches(key.name, _HARMLESS.split()):
+            parts = [_digest(name) for name in ([value] if isinstance(value, str) else value)]
+            if all(parts):
+                digests[key.name] = " ".join(map(str, parts))
+    return digests
 
 
 def changes(
     root: type[BaseModel], before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Change]:
-    """How `now` differs from `before`, each the `settings` and the `digests` of a run of `root`.
+    """Differences of `now` from `before`, each the `settings` and the `digests` of a run of `root`.
 
-    A key that only follows another one is left out, and so is one that the earlier version did not have. Those that
-    this version does not have are named together, and ignored.
+    Leaves out keys that only follow another one, and keys that the earlier version did not have. Keys that this version
+    does not have are named together, and ignored.
     """
     settings, digests = (before["settings"], now["settings"]), (before["digests"], now["digests"])
     known = {key.name for key in plain_keys(root)}
@@ -80,9 +73,8 @@ def changes(
         old, new = settings[0].get(key), settings[1].get(key)
         contents = digests[0].get(key), digests[1].get(key)
         same_content = contents[0] == contents[1] if all(contents) else old == new
-        if (old == new and same_content) or (key not in settings[0] and key in schema(root)):
-            continue
-        if follows(root, key, settings):
+        is_new = key not in settings[0] and key in schema(root)
+        if is_new or (old == new and same_content) or follows(root, key, settings):
             continue
         if old == new:
             yield Change(f"{key}: {show(new)} has other content", exact=False)
@@ -93,37 +85,37 @@ def changes(
 
 
 def _is_harmless(key: str, settings: Mapping[str, Any]) -> bool:
-    if key in _LENGTH:
-        decays = any(name.endswith("lr_scheduler_type") and value != "constant" for name, value in settings.items())
-        return not decays and not any(
-            name.endswith("lr_warmup_steps_ratio") and value and settings[name.removesuffix("_ratio")] < 0
-            for name, value in settings.items()
-        )
-    return matches(key, _HARMLESS.split())
+    if key not in _LENGTH:
+        return matches(key, _HARMLESS.split())
+    return not any(
+        (name.endswith("lr_scheduler_type") and value != "constant")
+        or (name.endswith("lr_warmup_steps_ratio") and value and settings[name.removesuffix("_ratio")] < 0)
+        for name, value in settings.items()
+    )
 
 
 def _digest(name: str) -> str | None:
-    """Of a file, a folder or a model on the hub; None where nothing is known of it here."""
+    """Digest of a file, a folder or a model on the hub; None: there is no such thing on this machine."""
     path = Path(name).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         return _short("".join(f"{file.name} {_file_digest(file)}\n" for file in files).encode())
     if path.is_file():
         return _file_digest(path)
-    config = try_to_load_from_cache(name, "config.json") if _HUB_ID.fullmatch(name) else None
-    return Path(config).parent.name if isinstance(config, str) else None  # the folder is called after the commit
+    config = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 and name[0] not in "/~." else None
+    return Path(config).parent.name if isinstance(config, str) else None  # the folder is named after the commit
 
 
 def _file_digest(file: Path) -> str:
     size = file.stat().st_size
-    if size <= _WHOLE_BYTES or file.suffix not in _WEIGHTS:
+    if size <= _NUM_BLOCKS * _BLOCK_BYTES or file.suffix not in _WEIGHTS:
         return file_sha256(file)[:16]
-    with file.open("rb") as content:
-        blocks = [str(size).encode()]
+    content = [str(size).encode()]
+    with file.open("rb") as weights:
         for number in range(_NUM_BLOCKS):
-            content.seek(number * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
-            blocks.append(content.read(_BLOCK_BYTES))
-    return _short(b"".join(blocks))
+            weights.seek(number * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
+            content.append(weights.read(_BLOCK_BYTES))
+    return _short(b"".join(content))
 
 
 def _short(content: bytes) -> str:

@@ -1,10 +1,10 @@
-"""What every training command does with its command line, from the arguments to the exit code."""
+"""The command line of every training command, from the arguments to the exit code."""
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
@@ -16,66 +16,61 @@ Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
 
 
-def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start: Start[Root]) -> int:
+def run_command(words: str, root: type[Root], start: Start[Root], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `valor WORDS`; None: this process's own.
 
-    `start(config, command)` does the run that was asked for by `command`. The exit code is what `start` returned, or
-    that of an early end (valor.errors). torch and the models are imported once the tree is valid in itself, so that a
-    mistake in it is told at once.
+    `start(config, command)` does the run. The exit code is what it returns, or that of an early end (valor.errors).
+    torch is imported once the configuration is valid in itself, so that a mistake in it is told at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _run(words, arguments, root, start))
 
 
 def trains(name: str) -> Start[Any]:
-    """The start of the run that `name`, a class as `module:Class`, makes of a configuration and a command, and makes
-    again where it ends early. On a node after the first (trainer.node_rank) it serves that run."""
+    """A function that builds and runs `name`, a `module:Class`; on a node after the first (trainer.node_rank) it serves
+    that run."""
 
     def start(config: Any, command: str) -> int:
         from valor.controller.nodes import node_zero, serve
         from valor.trainer.checks import placed
-        from valor.trainer.run import fit_again
 
         rank = getattr(config.trainer, "node_rank", None)
         if rank:
             return serve(config.trainer, placed(config))
-        again = partial(resolve_name(name), config, command)
-        run = again()
+        run = resolve_name(name)(config, command)
         with nullcontext() if rank is None else node_zero(config.trainer, run.placement):
-            return fit_again(run, again)
+            return run.fit()
 
     return start
 
 
-def check(config: Any) -> list[str]:
-    """As `valor.trainer.checks.check`, which imports torch."""
-    from valor.trainer import checks
+def load_checked(
+    argv: Sequence[str], root: type[Root], also: Callable[[Root], Any] = lambda config: None
+) -> LoadedConfig[Root]:
+    """`valor.config.load` with the checks of those who act on the configuration, which import torch.
 
-    return checks.check(config)
+    `also` is called before them. UserError: every mistake, a line each.
+    """
 
+    def check(config: Root) -> list[str]:
+        also(config)
+        return import_module("valor.trainer.checks").check(config)
 
-def derived(config: Any) -> Mapping[str, Any]:
-    """As `valor.trainer.checks.derived`, which imports torch."""
-    from valor.trainer import checks
-
-    return checks.derived(config)
+    return load(argv, root, check, lambda config: import_module("valor.trainer.checks").derived(config))
 
 
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
-    """UserError: all that is wrong with the configuration; of --dry-run also all that it lacks on this machine."""
+    """UserError: all mistakes in the configuration; of --dry-run also all that this machine lacks for it."""
     dry_run, lacks = "--dry-run" in arguments, list[str]()
 
-    def look(config: Any) -> list[str]:
+    def look(config: Any) -> None:
         if dry_run:
-            from valor.trainer.dry_run import lacking
-
-            lacks.extend(lacking(config))
+            lacks.extend(import_module("valor.trainer.dry_run").lacking(config))
         else:
             print("the configuration is read; loading torch and what the run needs", flush=True)
-        return check(config)
 
     try:
-        loaded = load(arguments, root, look, derived)
+        loaded = load_checked(arguments, root, look)
     except UserError as error:
         raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan
@@ -91,7 +86,7 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
 
 
 def tell_notes(loaded: LoadedConfig[Root]) -> None:
-    """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
+    """Print what was read otherwise than written, and what has no effect (in a dry run the plan tells that)."""
     from valor.trainer.checks import inert_settings, lost_in_rounding
 
     notes = [*loaded.notes, *lost_in_rounding(loaded.config)]

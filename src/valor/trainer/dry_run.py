@@ -1,45 +1,35 @@
-"""What a configuration asks of this machine that is not there: all of it at once, before anything is loaded."""
+"""What a run would miss on this machine, or find unfit: all of it at once, before a model is loaded, for --dry-run."""
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache, partial
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from valor.collector.inputs import check_positions
-from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
+from valor.collector.inputs import RunInputs, check_positions
+from valor.config import CriticRunConfig, PPOConfig, RMConfig, SupervisedConfig
 from valor.config.critic_runs import CriticSearchConfig
-from valor.controller.placement import resolve_pool
-from valor.data.demonstrations import chat_of
-from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
-from valor.data.messages import row_options
-from valor.data.preferences import pair_of
-from valor.data.prompts import render, token_ids
-from valor.data.templates import ask_template, parts_of
+from valor.data.files import read_records
 from valor.errors import UserError
-from valor.models.load import check_critic, load_model_config, load_model_tokenizer
+from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
-from valor.rewards.registry import needs_truth, require_graders
 from valor.trainer.checks import placed
+from valor.trainer.rm import RewardModelRun
+from valor.trainer.supervised import SFTRun
 
-_FIRST_ROWS = 20  # of each file
-
-Check = Callable[[], Any]
+_ROWS = 20  # of each data set that are rendered and tokenised
 
 
 def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
     """A line for each file, column, model, grader and device that a run of `config` would miss, or find unfit.
 
-    Of a file the first rows are read, of a model its config and its tokenizer; a model that would be downloaded is
-    taken for granted.
+    The checks are those of the run's own start, on few rows; a model that would be downloaded is not examined.
     """
-    checks = _supervised(config) if isinstance(config, SupervisedConfig) else _ppo(config)
     lines: list[str] = []
-    for check in [*checks, partial(_check_folder, Path(config.trainer.default_local_dir))]:
+    for check in _checks(config):
         try:
             check()
         except UserError as error:
@@ -47,105 +37,59 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _ppo(config: PPOConfig) -> Iterator[Check]:
-    policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
+def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]:
+    """Each stage alone, so that a mistake in one hides none in another; then all together, as the run has them."""
+    yield partial(_check_folder, Path(config.trainer.default_local_dir))
+    if not isinstance(config, CriticRunConfig):
+        for path in [*config.data.train_files, *(config.data.val_files or [])]:
+            yield lambda path=path: next(read_records(path, optional=()))
+    if isinstance(config, PPOConfig):
+        yield from _ppo(config)
+    elif _is_here(config.model.path, config.model.tokenizer_path):
+        run: Any = RewardModelRun if isinstance(config, RMConfig) else SFTRun
+        yield lambda: run(_on_few_rows(config), "")
+
+
+def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
+    policy, judge = config.actor_rollout_ref, config.reward.reward_model
     if not isinstance(config, CriticSearchConfig):  # it is one process, wherever it is
         yield partial(placed, config)
-    at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
-    tokenizer = _tokenizer_of(at, policy.model, chat=True)
-    if _is_here(policy.model.path):
-        yield partial(check_positions, config)
-    if tokenizer is not None:
-        yield tokenizer
+    if config.generator and not judge.replaces_rule:
+        yield lambda: make_graders(config.reward).close()
     if config.critic.enable and _is_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
-        if tokenizer is not None:
-            yield lambda: check_critic(config, tokenizer())
-    judge = reward_model.model_path if config.generator and reward_model.is_role else None
-    if judge is not None and _is_here(judge):
-        yield partial(reward_model_kind, reward_model)
-    if config.generator and not reward_model.replaces_rule:
-        yield lambda: make_graders(config.reward).close()
-    if isinstance(config, CriticRunConfig):
+    if not _is_here(policy.model.path, policy.model.tokenizer_path):
         return
-    multi = policy.rollout.multi_turn
-    tools = config.plays_episodes and (multi.tool_config_path or multi.function_tool_path)
-    parts, needed = ({"tools", "tool"}, ["tool"]) if tools else (set[str](), [])
-    graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
-    if not data.train_files:
-        yield partial(read_rows, [])
-    for path in data.train_files:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule, parts)
-    for path in data.val_files or []:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable, parts)
-    if tokenizer is not None:
-        yield lambda: ask_template(tokenizer(), parts, data.apply_chat_template_kwargs, needed)
+    yield partial(check_positions, config)
+    if _is_here(config.critic.model.path):
+        yield lambda: check_critic(config, load_policy_tokenizer(config))
+    if config.generator and judge.is_role and _is_here(judge.model_path):
+        yield partial(reward_model_kind, judge)
+    if not isinstance(config, CriticRunConfig) and _is_here(judge.model_path if judge.is_role else None):
+        yield lambda: RunInputs(_on_few_rows(config)).close()
 
 
-def _supervised(config: SupervisedConfig) -> Iterator[Check]:
-    yield partial(resolve_pool, TrainerConfig(**config.trainer.model_dump()))
-    if _is_here(config.model.path):
-        yield partial(load_model_config, config.model)
-    at = config.model.tokenizer_path or config.model.path
-    tokenizer, parts = _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)), {"end"}
-    if tokenizer is not None:
-        yield tokenizer
-    for path in [*config.data.train_files, *(config.data.val_files or [])]:
-        yield partial(_check_texts, path, config, parts)
-    if tokenizer is not None:
-        kwargs = config.data.apply_chat_template_kwargs if isinstance(config, SFTConfig) else None
-        yield lambda: tokenizer().chat_template and ask_template(tokenizer(), parts, kwargs, needed=["assistant"])
+def _on_few_rows(config: Any) -> Any:
+    """The same run on the first rows of its data, which may be fewer than a batch has."""
+    limits = {name: getattr(config.data, name) for name in ("train_max_samples", "val_max_samples")}
+    few = {name: min(limit, _ROWS) if limit > 0 else _ROWS for name, limit in limits.items()}
+    data = config.data.model_copy(update={**few, "shuffle": False, "train_batch_size": 1, "gen_batch_size": None})
+    return config.model_copy(update={"data": data})
 
 
-def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
-    """What loads it, once; None where it would be downloaded."""
-    return cache(partial(load_model_tokenizer, model, at=path, chat=chat)) if _is_here(path) else None
-
-
-def _is_here(path: str) -> bool:
-    """Whether a model is a directory, or something that can only be one, or in the hub's cache of this machine."""
-    if Path(path).exists() or path.startswith(("/", "~", ".")) or path.count("/") != 1:
-        return True
-    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+def _is_here(*paths: str | None) -> bool:
+    """Whether each model is a directory, or can only be one, or is in the hub's cache on this machine. None counts."""
+    return all(
+        path is None
+        or Path(path).exists()
+        or path.startswith(("/", "~", "."))
+        or path.count("/") != 1
+        or isinstance(try_to_load_from_cache(path, "config.json"), str)
+        for path in paths
+    )
 
 
 def _check_folder(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
-
-
-def _check_prompts(
-    path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool, parts: set[str]
-) -> None:
-    """The first rows: their columns, that somebody can grade them, and that the first one fits; `parts` gets theirs."""
-    required = (data.prompt_key, data.reward_fn_key, "reward_model")
-    optional = (*OPTIONAL_COLUMNS, *([data.tools_key] if data.tools_key else ()))
-    records = islice(read_records(existing_file(path), required, optional), _FIRST_ROWS)
-    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key, data.tools_key) for where, record in records]
-    parts |= parts_of(row.messages for row in rows)
-    if graded:
-        require_graders(row.data_source for row in rows)
-        for row in rows:
-            if row.style == "rule" and row.lacks_truth and needs_truth(row.data_source):
-                grader = f"the grader of '{row.data_source}' needs"
-                raise UserError(f"{row.where}: there is no reward_model.ground_truth, which {grader}")
-    if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
-        return
-    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs | rows[0].template, rows[0].where)
-    length = len(token_ids(tokenizer(), [text])[0])
-    if length > data.max_prompt_length:
-        raise UserError(
-            f"{rows[0].where}: the prompt has {length} tokens, data.max_prompt_length is {data.max_prompt_length}: "
-            "raise it, or set data.filter_overlong_prompts=true or data.truncation"
-        )
-
-
-def _check_texts(path: str, config: SupervisedConfig, parts: set[str]) -> None:
-    pairs = isinstance(config, RMConfig)
-    parse: Any = pair_of if pairs else chat_of
-    required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
-    for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
-        row = parse(record, where, config.data)
-        options = row_options(record, where, config.data.tools_key)
-        parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if "tools" in options else set())

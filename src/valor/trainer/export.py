@@ -24,13 +24,18 @@ from valor.models.value import ValueModel
 from valor.trainer.checkpoints import verify
 
 TOKENIZER_DIR = "tokenizer"
+_KINDS: list[tuple[str, Any, Any]] = [  # by the end of the class that the checkpoint names
+    ("ForTokenClassification", ValueModel, AutoModelForTokenClassification),
+    ("ForSequenceClassification", RewardModel, AutoModelForSequenceClassification),
+    ("", PolicyModel, AutoModelForCausalLM),
+]
 
 
 def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
-    """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer.
+    """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer, from any world size.
 
-    Any world size wrote it, one process reads it. Adapters are merged into their base model, which is loaded again.
-    UserError: no whole checkpoint there, no such role in it, or `out` has files in it already.
+    Adapters are merged into their base model, which is loaded again. UserError: no complete checkpoint, no such role in
+    it, or `out` has files already.
     """
     folder = checkpoint / role
     verify(checkpoint, only=f"{role}/")
@@ -38,23 +43,19 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
-    config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
-    if role.startswith("critic"):  # or a member of an ensemble: critic_2, …
-        model = ValueModel(_empty(AutoModelForTokenClassification, folder, config))
-    elif role == "reward_model":
-        model = RewardModel(_empty(AutoModelForSequenceClassification, folder, config))
-    else:
-        model = PolicyModel(_empty(AutoModelForCausalLM, folder, config))
+    config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
+    kind, auto = next((kind, auto) for end, kind, auto in _KINDS if config.architectures[0].endswith(end))
+    model = kind(_empty(auto, folder, config))
     engine_checkpoint.load(folder, model, None)
     export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
 
 
 def _empty(auto: Any, folder: Path, config: Any) -> Any:
-    """A model for the weights in `folder` to be read into: where they are adapters, their base with such adapters."""
-    described = folder / MODEL_CONFIG_DIR / ADAPTER_DIR
-    if not (described / CONFIG_FILE).is_file():
+    """A model to read the weights in `folder` into; for adapters, their base model with such adapters."""
+    adapter_dir = folder / MODEL_CONFIG_DIR / ADAPTER_DIR
+    if not (adapter_dir / CONFIG_FILE).is_file():
         return auto.from_config(config, dtype=torch.float32)
-    adapter = read_adapter_config(described)
+    adapter = read_adapter_config(adapter_dir)
     base = adapter.base_model_name_or_path
     try:
         with quiet_transformers():

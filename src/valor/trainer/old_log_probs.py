@@ -6,58 +6,37 @@ each mini-batch is measured right before its update, so that the counts the loss
 mask that it uses.
 """
 
-from __future__ import annotations
-
-import math
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from valor import algorithms
+from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig, RolloutCorrectionConfig
 from valor.data.batch import Batch, Episodes
 
 WEIGHTS = "rollout_is_weights"
 
 
-@dataclass(frozen=True)
 class OldLogProbs:
-    """What a configuration asks for.
+    """The source of a run's old log-probs.
 
-    bypass: the rollout's own are the old ones. on_policy: a batch gets one update, so that the current log-probs,
-    detached, are the old ones. recompute: one pass over the batch before the first update. correct_batch,
-    correct_mini_batches: when the rollout correction acts. by_estimator: advantages are corrected.
+    bypass: those of the rollout. on_policy: a batch gets one update, so the current log-probs, detached, are the old
+    ones. recompute: one pass over the batch before the first update. correct_batch, correct_mini_batches: when the
+    rollout correction acts. corrects: samples of another distribution are corrected for, be it by the estimator.
     """
 
-    bypass: bool
-    on_policy: bool
-    recompute: bool
-    correct_batch: bool
-    correct_mini_batches: bool
-    by_estimator: bool
-
-    @staticmethod
-    def of(config: PPOConfig) -> OldLogProbs:
-        correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-        bypass = correction.bypass_mode
-        updates = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
-        weighs, rejects = correction.weighs, correction.rollout_rs is not None
-        reads = "old_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters
-        needed = config.algorithm.use_kl_in_reward or weighs or rejects or reads
-        needed |= config.trainer.v1.runs_ahead  # how far samples are off-policy is measured in any case
-        return OldLogProbs(
-            bypass=bypass,
-            on_policy=updates == 1 and not bypass,
-            recompute=not bypass and (updates > 1 or needed),
-            correct_batch=not bypass and (weighs or rejects),
-            correct_mini_batches=bypass and (rejects or weighs),
-            by_estimator="rollout_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters,
-        )
-
-    @property
-    def corrects(self) -> bool:
-        """Whether anything is done about samples of another distribution."""
-        return self.correct_batch or self.correct_mini_batches or self.by_estimator
+    def __init__(self, config: PPOConfig) -> None:
+        correction, inputs = config.algorithm.rollout_correction, ADVANTAGES[config.algorithm.adv_estimator].parameters
+        updates = config.updates_per_step(config.actor_rollout_ref.actor)
+        acts = correction.weighs or correction.rollout_rs is not None
+        reads = config.algorithm.use_kl_in_reward or acts or "old_log_probs" in inputs
+        reads |= config.trainer.v1.runs_ahead  # how far samples are off-policy is measured in any case
+        self.bypass = correction.bypass_mode
+        self.on_policy = updates == 1 and not self.bypass
+        self.recompute = not self.bypass and (updates > 1 or reads)
+        self.correct_batch, self.correct_mini_batches = acts and not self.bypass, acts and self.bypass
+        self.corrects = acts or "rollout_log_probs" in inputs
 
 
 def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[Batch, dict[str, float]]:
@@ -68,20 +47,12 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
     episodes = Episodes(batch)  # a sequence is an episode, whatever its rows
     log_probs_of_rows = log_probs
     log_probs, rollout, mask = map(episodes.join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
-    found = algorithms.rollout_correction(
-        log_probs=log_probs,
-        rollout_log_probs=rollout,
-        response_mask=mask,
-        rollout_is=config.rollout_is if config.weighs else None,
-        rollout_is_threshold=config.rollout_is_threshold,
-        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
-        rollout_rs=config.rollout_rs,
-        rollout_rs_threshold=config.rollout_rs_threshold,
-    )
-    columns = {"response_mask": episodes.part(found.response_mask)}
-    if found.weights is not None:
-        columns[WEIGHTS] = episodes.part(found.weights)
-    metrics = {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+    columns = {"log_probs": log_probs, "rollout_log_probs": rollout, "response_mask": mask}
+    correction = algorithms.rollout_correction(**columns, **correction_options(config))
+    columns = {"response_mask": episodes.part(correction.response_mask)}
+    if correction.weights is not None:
+        columns[WEIGHTS] = episodes.part(correction.weights)
+    metrics = {f"rollout_corr/{name}": value for name, value in correction.metrics.items()}
     return batch.union(Batch(columns)), off_policy(batch, log_probs_of_rows) | metrics
 
 
@@ -90,3 +61,9 @@ def off_policy(batch: Batch, log_probs: Tensor) -> dict[str, float]:
     join = Episodes(batch).join
     columns = map(join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
     return {f"rollout_corr/{name}": value for name, value in algorithms.off_policy_metrics(*columns).items()}
+
+
+def correction_options(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Options of `algorithms.rollout_correction`."""
+    options = config.model_dump(exclude={"bypass_mode", "loss_type"})
+    return options if config.weighs else {**options, "rollout_is": None}

@@ -1,7 +1,7 @@
-"""PPO and its critic-free relatives: collect a batch, evaluate it, shape rewards, compute advantages, update.
+"""PPO and its critic-free relatives: each step collects a batch and runs the phases of `phases/standard.py` on it.
 
-The trainer holds no model. It sees roles through worker groups (in this process or under Ray) and one batch that gains
-columns as it passes through them. `train_step` reads in the order in which things happen.
+The trainer holds no model. It calls roles through worker groups, in this process or under Ray, and passes one batch
+through them, which gains columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Pools
-from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset
@@ -36,16 +35,15 @@ from valor.trainer.step_metrics import throughput_metrics
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.host import Tracer
-from valor.workers.roles import critic_names, role_specs
+from valor.workers.roles import role_specs
 
 _COLLECTOR_DIR = "collector"  # in a checkpoint
 
 
 class PPORun(Run):
-    """PPO with a critic, and every critic-free relative of it.
+    """PPO with a critic, or a critic-free relative.
 
     Bad input, or no place for the run, raises UserError when the object is made; nothing has been written then.
-    `placement`: the run's, where it is known.
     """
 
     config: PPOConfig
@@ -53,8 +51,8 @@ class PPORun(Run):
     roles: Pools
     collector: Collector
 
-    def __init__(self, config: PPOConfig, command: str, placement: Placement | None = None) -> None:
-        self.placement = placement or placed(config)
+    def __init__(self, config: PPOConfig, command: str) -> None:
+        self.placement = placed(config)
         with phase("tokenizer, data and graders"):
             self.inputs = inputs = RunInputs(config)
         check_critic(config, inputs.tokenizer)
@@ -66,30 +64,26 @@ class PPORun(Run):
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         stack.callback(self.inputs.close)
         specs = role_specs(
-            self.role_config,
+            self.config,
             total_steps=self.total_steps,
             eos_token_ids=self.inputs.eos_token_ids,
             separator_id=self.inputs.separator_id,
         )
-        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
+        self.trained_roles = [name for name, spec in specs.items() if not spec.replaceable]
+        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init)
         stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
         stack.callback(self.collector.close)
-        updates = Updates(self.config, roles, self.skips, self.record.say)
-        critics = Critics(self.config, roles, updates)
-        self.schedule.bind(Resources(roles, self.collector, updates, critics, self.record))
+        updates = Updates(self.config, roles, self.skips)
+        self.schedule.bind(Resources(roles, self.collector, updates, Critics(self.config, roles, updates), self.record))
         if len(self.placement.pools) > 1:
             self.record.say(self.placement.table(roles.roles))
-        if self.config.trainer.v1.runs_ahead and not OldLogProbs.of(self.config).corrects:
+        if self.config.trainer.v1.runs_ahead and not OldLogProbs(self.config).corrects:
             self.record.say(
                 "samples may be of older weights, and nothing corrects for that: "
                 "algorithm.rollout_correction.rollout_is=token, or algorithm.adv_estimator=vtrace"
             )
         return roles
-
-    @property
-    def trained_roles(self) -> Sequence[str]:
-        return ["actor", *critic_names(self.config)]
 
     @property
     def finished(self) -> bool:
@@ -112,7 +106,7 @@ class PPORun(Run):
         if step not in (profiler.steps or ()):
             return super()._next_step()
         folder = Path(profiler.save_path) / f"step_{step}"
-        with self.roles.traced(Tracer(folder, profiler.contents, self.config.traced_roles)):
+        with self.roles.traced(Tracer(folder, profiler)):
             return super()._next_step()
 
     def train_step(self) -> dict[str, Any]:

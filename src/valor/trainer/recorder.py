@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: metrics, samples, checkpoints, the resolved config and the report."""
+"""Records of a run in its folder: metrics, samples, checkpoints, the resolved configuration and the report."""
 
 import platform
 import time
@@ -27,13 +27,13 @@ from valor.trainer.checkpoints import CheckpointStore
 _PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
 _OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
-_EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
+_NO_REWIND = 2**62  # as the step to resume after: no record is of a later step, so none is deleted
 
 
 class RunRecorder:
-    """The run folder `trainer.default_local_dir`; nothing is written before `opened`.
+    """Writes to the run folder `trainer.default_local_dir`; nothing before `opened`.
 
-    `loggers`: where metrics go. `best`: {"step", "value"} of the best validation so far.
+    loggers: names of those that get the metrics. best: {"step", "value"} of the best validation so far.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig, command: str, loggers: Sequence[str]) -> None:
@@ -49,10 +49,9 @@ class RunRecorder:
 
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
-        """Start recording after `step` (0: a fresh run): configuration, what was typed, versions; progress is shown,
-        and metrics are written, inside the block."""
+        """Record inside the block, from `step` on (0: a fresh run): metrics, configuration, command line, versions."""
         trainer = self.config.trainer
-        _ = self.identity  # of the files as they are now, not as they will be when it is saved
+        _ = self.identity  # digests of the files as they are now, not as they will be at the next checkpoint
         info = RunInfo(
             run_dir=self.run_dir,
             project=trainer.project_name,
@@ -64,8 +63,8 @@ class RunRecorder:
         self._diagnosis = Diagnosis(flatten(info.config))
         with Tracker(self._loggers, info) as self._tracker, show_progress():
             path = self.run_dir / METRICS_FILE
-            for before, metrics in (read_steps(path) if path.is_file() else {}).items():
-                self._diagnosis.add(before, metrics)
+            for earlier, metrics in (read_steps(path) if path.is_file() else {}).items():
+                self._diagnosis.add(earlier, metrics)
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             versions = {package: version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
@@ -73,16 +72,16 @@ class RunRecorder:
             yield
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's metrics and histograms to every logger; what they say of the run to the console."""
+        """Send one step's metrics and histograms to every logger, and what they diagnose to the console."""
         assert self._tracker is not None, "log() outside opened()"
         self._tracker.log(step, metrics)
-        for found in self._diagnosis.add(step, metrics):
-            self.say(f"step {step}: {found.text}; {found.remedy}")
+        for finding in self._diagnosis.add(step, metrics):
+            self.say(f"step {step}: {finding.text}; {finding.remedy}")
 
     say = staticmethod(say)
 
     def save_checkpoint(self, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
-        """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` where it is to be kept."""
+        """Write `global_step_N`. With `keep_best` the best one outlives `max_ckpt_to_keep`."""
         keep = {int(self.best["step"])} if self.best and self.keeps_best else set()
         self.best_is_new = False
         state = state | {"best": self.best} | self.identity
@@ -90,11 +89,11 @@ class RunRecorder:
 
     @cached_property
     def identity(self) -> dict[str, dict[str, Any]]:
-        """What makes this run this run: its `settings`, and `digests` of the files that they name."""
+        """The `settings` of the run, and `digests` of the files that they name: a resumed run is compared by them."""
         return {"settings": settings_of(self.config), "digests": digests_of(self.config)}
 
     def finish(self) -> None:
-        """What is written when the run has ended."""
+        """Write what belongs to the end of the run."""
 
 
 class PPORecorder(RunRecorder):
@@ -113,12 +112,12 @@ class PPORecorder(RunRecorder):
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
         """Also writes report.html: now and then while the run goes on, and when it ends, however that is."""
-        with super().opened(_EVERYTHING if self.config.trainer.val_only else step, total_steps):
+        with super().opened(_NO_REWIND if self.config.trainer.val_only else step, total_steps):
             self._next_report = time.monotonic() + _FIRST_REPORT
             try:
                 yield
             except BaseException:
-                with suppress(Exception):  # what has ended the run is to be told, not what its report lacks
+                with suppress(Exception):  # the error that ended the run matters, not one of its report
                     self.finish()
                 raise
 
@@ -131,14 +130,14 @@ class PPORecorder(RunRecorder):
             self._next_report = now + max(_REPORT_EVERY, 50 * (now - began))  # at most 2 % of the time
 
     def samples(self, step: int, batch: Batch) -> None:
-        """The first `trainer.log_generations` episodes of a training batch, with what each token was worth."""
+        """Write the first `trainer.log_generations` episodes of a training batch with each token's numbers."""
         trainer, scores = self.config.trainer, Episodes(batch).sums(batch["token_level_scores"]).tolist()
-        self._keep("train", step, batch, scores, trainer.log_generations, trainer.rollout_data_dir)
+        self._write("train", step, batch, scores, trainer.log_generations, trainer.rollout_data_dir)
 
     def validation(self, step: int, batch: Batch, scores: Sequence[float], value: float | None) -> None:
-        """Samples of a validation pass with the episodes' scores, and whether `value` is the best so far."""
+        """Write samples of a validation pass with the episodes' scores; remember `value` if it is the best so far."""
         trainer = self.config.trainer
-        self._keep("val", step, batch, scores, trainer.log_val_generations, trainer.validation_data_dir)
+        self._write("val", step, batch, scores, trainer.log_val_generations, trainer.validation_data_dir)
         if value is not None and (self.best is None or value > self.best["value"]):
             self.best = {"step": step, "value": value}
             self.best_is_new = self.keeps_best and step > 0
@@ -147,23 +146,23 @@ class PPORecorder(RunRecorder):
         if self.config.trainer.report:
             build_report(self.run_dir)
 
-    def _keep(
+    def _write(
         self, split: Split, step: int, batch: Batch, scores: Sequence[float], count: int, folder: str | None
     ) -> None:
-        """The first `count` episodes as samples; every row, with its episode's score, as a line of JSON that
-        `read_rollouts` can read back, when a folder is given."""
+        """The first `count` episodes as samples; with a `folder` also every row, with its episode's score, as a line of
+        JSON that `read_rollouts` reads back."""
         rows = Episodes(batch).rows
-        first = batch.take([row for one in rows[:count] for row in one])
+        first = batch.take([row for episode in rows[:count] for row in episode])
         shown = [self._sample(first, *pair) for pair in zip(Episodes(first).rows, scores, strict=False)]
         if shown:
             write_samples(self.run_dir, step, shown, split=split)
         if folder is not None:
-            of_rows = [score for score, one in zip(scores, rows, strict=True) for _ in one]
+            of_rows = [score for score, episode in zip(scores, rows, strict=True) for _ in episode]
             file = Path(folder).expanduser() / f"{step}.jsonl"
             write_rollouts(file, rollout_records(batch, of_rows, step, self._tokenizer))
 
     def _sample(self, batch: Batch, rows: Sequence[int], reward: float) -> Sample:
-        """An episode of these rows, one behind the other."""
+        """The episode of these rows."""
         lengths = batch["response_lengths"].tolist()
 
         def joined(column: str) -> list[Any]:
@@ -171,7 +170,7 @@ class PPORecorder(RunRecorder):
 
         mask, first = joined("response_mask"), rows[0]
         numbers = {
-            field: [x if own else None for x, own in zip(joined(column), mask, strict=True)]
+            field: [x if is_policys else None for x, is_policys in zip(joined(column), mask, strict=True)]
             for field, column in _PER_TOKEN.items()
             if column in batch
         }
@@ -180,10 +179,14 @@ class PPORecorder(RunRecorder):
         if "episode" in batch:
             starts = [*accumulate(map(len, tokens))]
             later = [{"at": at, "prompt": self._prompt(batch, i)} for at, i in zip(starts, rows[1:], strict=False)]
-            of_loop["turns"] = joined("turn_ids")
+            turns = of_loop["turns"] = joined("turn_ids")
+            rewards = [*zip(turns, joined("turn_rewards"), strict=True)]
             of_loop["episode"] = {
                 "calls": batch.objects["episode_info"][first].get("calls", []),
-                "turn_rewards": _by_turn(joined("turn_rewards"), of_loop["turns"]),
+                "turn_rewards": [
+                    sum((reward for at, reward in rewards if at == turn), 0.0)
+                    for turn in range(1, max(turns, default=0) + 1)
+                ],
                 "outcome": batch.objects["outcome"][first],
                 "error": batch.objects["episode_error"][first],
                 "rows": later,
@@ -201,12 +204,3 @@ class PPORecorder(RunRecorder):
 
     def _prompt(self, batch: Batch, i: int) -> str:
         return self._tokenizer.decode(batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist())
-
-
-def _by_turn(rewards: Sequence[float], turns: Sequence[int]) -> list[float]:
-    """What each turn was given, from the first on."""
-    of_turn = [0.0] * max(turns, default=0)
-    for reward, turn in zip(rewards, turns, strict=True):
-        if turn:
-            of_turn[turn - 1] += reward
-    return of_turn

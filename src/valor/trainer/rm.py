@@ -22,7 +22,7 @@ ROLE = "reward_model"
 
 
 class RewardModelRun(SupervisedRun):
-    """A sequence classifier of one label learns which of two responses people prefer."""
+    """Trains a sequence classifier of one label to rank two responses as people do."""
 
     role = ROLE
     title = "reward model training"
@@ -43,16 +43,16 @@ class RewardModelRun(SupervisedRun):
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:
-        given = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
-        return RoleSpec(PreferenceWorker, {"config": self.role_config, "total_steps": self.total_steps, **given})
+        tokens = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
+        return RoleSpec(PreferenceWorker, {"config": self.config, "total_steps": self.total_steps, **tokens})
 
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:
-        """What `measure` finds on the pairs in these files."""
+        """Metrics of `measure` on the pairs in these files."""
         pairs = read_preferences(files, self.config.data)
         return self.measure(PreferenceDataset(pairs, self.texts, self.config.loss.margin, self.fits))
 
     def measure(self, samples: Samples) -> dict[str, float]:
-        """`loss` (without centering), accuracy over all pairs and by source, and what length has to do with it."""
+        """`loss` (without centering), accuracy over all pairs and by source, and its correlation with length."""
         assert isinstance(samples, PreferenceDataset)
         groups, scored = list[list[int]](), list[Batch]()
         for indices in self.validation_batches(samples):
@@ -62,13 +62,13 @@ class RewardModelRun(SupervisedRun):
         order = torch.tensor([i for group in groups for i in group]).argsort()
         scores = Batch.concat(scored).take(order)
         loss = bradley_terry_loss(scores["chosen"], scores["rejected"], margin=scores["margin"]).mean()
-        found = preference_metrics(
+        metrics = preference_metrics(
             scores["chosen"].tolist(),
             scores["rejected"].tolist(),
             [pair.source for pair in samples],
             [len(pair.chosen["content"]) for pair in samples],
             [len(pair.rejected["content"]) for pair in samples],
         )
-        by_source = [f"{key.partition('/')[2]} {found[key]:.3f}" for key in found if key.startswith("accuracy/")]
-        self.record.say(f"accuracy {found['accuracy']:.3f} on {len(samples)} pairs: {', '.join(by_source)}")
-        return {"loss": float(loss)} | found
+        by_source = [f"{key.partition('/')[2]} {metrics[key]:.3f}" for key in metrics if key.startswith("accuracy/")]
+        self.record.say(f"accuracy {metrics['accuracy']:.3f} on {len(samples)} pairs: {', '.join(by_source)}")
+        return {"loss": float(loss)} | metrics

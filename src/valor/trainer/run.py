@@ -1,4 +1,4 @@
-"""What every training run does, whatever it trains: start, resume, take steps, log, save, stop, export."""
+"""The loop that every training run shares: start, resume, take steps, log, save, stop, export."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
-from valor.errors import Diverged, UserError, WorkerDied
+from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
@@ -19,34 +19,33 @@ from valor.trainer.changes import changes
 from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.recorder import RunRecorder
-from valor.trainer.rollbacks import Rollbacks
 from valor.trainer.signals import StopRequest
 
 _SHOWN_CHANGES = 4  # in the one line of a refusal
-_SETTLE_SECONDS = 30.0  # in which processes end the call in which one of them has failed
+_SETTLE_SECONDS = 30.0  # for processes to end the call in which one of them has failed
 
 Steps = Generator[dict[str, Any], None, int]
-"""A run under way: what was measured before its first step, then each step's metrics; at the end the exit code."""
+"""A run in progress: yields what is measured before the first step, then each step's metrics; returns the exit code."""
 
 
 class Run(ABC):
-    """A loop of training steps around roles, with everything that a run owes its user.
+    """A loop of training steps, with checkpoints, exact resume, validation, logging, signals and export.
 
-    A subclass says which roles there are (`start`), what a step is (`train_step`), and what is measured (`validate`).
-    It sets `sampler` and `total_steps` at the latest in `start`.
+    A subclass defines the roles (`start`), a step (`train_step`) and validation (`validate`), and sets no later than in
+    `start`: `trained_roles`, whose weights are saved and exported, `sampler` and `total_steps`. `steps` runs it.
+    Nothing is written before `steps` begins.
     """
 
     title: ClassVar[str] = "training"
     roles: Pools
+    trained_roles: Sequence[str]
     sampler: PromptSampler
     total_steps: int
 
     def __init__(self, config: PPOConfig | SupervisedConfig, tokenizer: Any, record: RunRecorder) -> None:
         self.config, self.tokenizer, self.record = config, tokenizer, record
         self.step = 0
-        trainer = config.trainer
-        self.skips = SkippedUpdates(trainer.max_skipped_updates, record.say)
-        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks)
+        self.skips = SkippedUpdates(config.trainer.max_skipped_updates, record.say)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
         self._save_is_due = False
@@ -55,32 +54,31 @@ class Run(ABC):
 
     @abstractmethod
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
-        """Start the processes. What has to end with the run, the processes among it, goes on the stack."""
+        """Start the roles' processes. `stack` gets what has to be closed when the run ends, the processes included."""
 
     @abstractmethod
     def train_step(self) -> dict[str, Any]:
-        """Train on one batch, as step `self.step`; the step's metrics."""
+        """Train on one batch, as step `self.step`; returns the step's metrics."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Metrics of the present weights on validation data; none where there is no such data."""
+        """Metrics of the present weights on the validation data; empty without such data."""
 
-    @property
-    def role_config(self) -> Any:
-        """The configuration that roles are built from: the run's, with the learning rates that rollbacks have left."""
-        return self.rollbacks.lowered(self.config)
-
-    @property
-    @abstractmethod
-    def trained_roles(self) -> Sequence[str]:
-        """Roles whose weights are saved and exported."""
+    def fit(self) -> int:
+        """All of `steps`; the exit code."""
+        steps = self.steps()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
 
     def steps(self) -> Steps:
         """Run to the last step. The exit code is 0, or 128 + n when signal n asked to stop (progress is saved).
 
-        UserError: another run has the folder, it cannot be written, its checkpoints are damaged or of another run.
-        Diverged: the weights are lost; the last good checkpoint is not. Whatever else ends the run during its steps:
-        the last complete one has been saved where that was possible, and a note of the exception says how to go on.
+        UserError: another run uses the folder, it cannot be written, its checkpoints are damaged or of another run.
+        Diverged: the weights are lost; the last good checkpoint is not. Any exception that ends the run between its
+        first and last step saves the last complete step, if possible, and gets a note that says how to go on.
         """
         try:
             with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
@@ -117,7 +115,7 @@ class Run(ABC):
                         metrics |= self.validate()
                     # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                     self.log(metrics)
-                    stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
+                    stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
                 report_progress(self.step)
@@ -130,26 +128,20 @@ class Run(ABC):
     def _next_step(self) -> dict[str, Any]:
         self._began, self._unsaved, self.skips.updating = True, self.state_dict(), False
         self.step += 1
-        if self.rollbacks.leaves_out(self.step):
-            self.sampler.next_batch()
-        metrics = self.train_step() | self.rollbacks.metrics()
+        metrics = self.train_step()
         self._unsaved, self.skips.updating = self.state_dict(), False
         return metrics
 
     @contextmanager
     def _saved_at_an_early_end(self) -> Iterator[None]:
-        """Whatever ends the block but a loss of the weights: the last complete step is saved, if it is not yet."""
+        """Saves the last complete step, if not saved yet, when anything but a loss of the weights ends the block."""
         try:
             yield
-        except Diverged:
-            # Skipped updates leave the weights as they were: better than nothing, where there is no checkpoint.
-            only_skips = max(self.skips.in_a_row.values(), default=0) >= self.config.trainer.max_skipped_updates
-            if only_skips and self._unsaved and self._unsaved["step"] and self.record.checkpoints.last is None:
-                self._save_early(self._unsaved)
-            raise
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as reason:
             state, last = self._unsaved, self.record.checkpoints.last
-            if state is not None and state["step"] > (last.step if last else 0):
+            # Skipped updates leave the weights as they were: better than nothing where there is no checkpoint.
+            keeps = not isinstance(reason, Diverged) or (last is None and self.skips.all_skipped)
+            if state is not None and keeps and state["step"] > (last.step if last else 0):
                 self._save_early(state)
             raise
 
@@ -170,7 +162,7 @@ class Run(ABC):
         return self.step >= self.total_steps
 
     def due(self, every: int) -> bool:
-        """Whether something that is done `every` so many steps (0 or less: never) is due after this one."""
+        """Whether an action repeated every `every` steps (0 or less: never) is due after this one."""
         return every > 0 and self.step % every == 0
 
     def save_is_due(self) -> bool:
@@ -183,19 +175,20 @@ class Run(ABC):
         return self.finished or self.due(self.config.trainer.test_freq)
 
     def before_steps(self) -> dict[str, Any]:
-        """What is done once before the first step of this process, and what was measured."""
+        """Called once before the first step of this process; returns what it measures."""
         return {}
 
     def after_steps(self) -> None:
-        """What is done once at the end: a run that has done all its steps exports its models."""
+        """Called once at the end. A run that has taken all its steps exports its models."""
         if self.finished:
-            self.export()
+            for role in self.trained_roles:
+                self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         self.record.log(self.step, metrics)
 
     def save(self, state: dict[str, Any] | None = None) -> None:
-        """Write a complete checkpoint of this step, with the driver's present state or the given one."""
+        """Write a complete checkpoint. `state`: of the driver; default: its present one."""
         timer, self._unsaved = Timer(), None
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
@@ -204,6 +197,7 @@ class Run(ABC):
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def resume(self, checkpoint: Checkpoint) -> None:
+        """Load weights, optimizers and the driver's state."""
         for role in self.trained_roles:
             if not (checkpoint.folder / role).is_dir():
                 raise UserError(f"'{checkpoint.folder}' holds no {role}: resume from one of a run that trained it")
@@ -214,7 +208,7 @@ class Run(ABC):
         self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{partly}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """What to resume from, once it is known to be of this run."""
+        """The checkpoint to resume from. UserError: it is not of this run."""
         trainer, store = self.config.trainer, self.record.checkpoints
         if self.resume_from is not None:
             checkpoint = store.last = open_checkpoint(self.resume_from)
@@ -222,18 +216,17 @@ class Run(ABC):
             checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path, self.record.say)
         if checkpoint is not None:
             self._check_unchanged(checkpoint)
-            self.rollbacks.read(checkpoint.step)
         return checkpoint
 
     def _check_unchanged(self, checkpoint: Checkpoint) -> None:
-        """Say how this run differs from that of the checkpoint. UserError where it would not compute the same."""
+        """Say how this run differs from that of the checkpoint. UserError: it would not compute the same."""
         if checkpoint.kind != self.record.kind:
             raise UserError(
                 f"'{checkpoint.folder}' is a checkpoint of a {checkpoint.kind} run, this is a {self.record.kind} run: "
                 "choose another folder with trainer.default_local_dir"
             )
-        found = list(changes(type(self.config), checkpoint.state, self.record.identity))
-        inexact = [change.line for change in found if not change.exact]
+        differences = list(changes(type(self.config), checkpoint.state, self.record.identity))
+        inexact = [change.line for change in differences if not change.exact]
         if inexact and self.config.trainer.resume_changed != "allow":
             more = f"; and {len(inexact) - _SHOWN_CHANGES} more" if len(inexact) > _SHOWN_CHANGES else ""
             raise UserError(
@@ -241,35 +234,26 @@ class Run(ABC):
                 "that back, go on in spite of it with trainer.resume_changed=allow, or start afresh with "
                 "trainer.resume_mode=disable"
             )
-        for change in found:
+        for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
 
     def _checkpoint_bytes(self) -> int:
         return sum(self.roles[role].checkpoint_bytes() for role in self.trained_roles)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember besides the models, as JSON."""
+        """The driver's state besides the models, as JSON."""
         return {"step": self.step, "sampler": self.sampler.state_dict(), "skipped_in_a_row": {**self.skips.in_a_row}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.skips.in_a_row = state["step"], dict(state["skipped_in_a_row"])
         self.sampler.load_state_dict(state["sampler"])
 
-    def export(self) -> None:
-        """The trained models as plain Hugging Face directories."""
-        for role in self.trained_roles:
-            self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
-
     def write_model(self, role: str, folder: Path | None = None) -> Path:
-        """Export one role; the folder."""
-        folder = folder or self.export_dir(role)
+        """Export a role as a Hugging Face directory, by default in the run's folder; returns the directory."""
+        folder = folder or self.record.run_dir / "huggingface" / role
         self.roles[role].export(folder)
         write_tokenizer(self.tokenizer, folder)
         return folder
-
-    def export_dir(self, role: str) -> Path:
-        """Where the role's model lies when the run has ended."""
-        return self.record.run_dir / "huggingface" / role
 
     def _write_roles(self, folder: Path) -> None:
         for role in self.trained_roles:
@@ -288,8 +272,13 @@ class SkippedUpdates:
         self.in_a_row: dict[str, int] = {}
         self.updating = False
 
+    @property
+    def all_skipped(self) -> bool:
+        """Whether a role has reached the limit."""
+        return max(self.in_a_row.values(), default=0) >= self._limit
+
     def count(self, role: str, skipped: bool, step: int) -> None:
-        """Note one update. Diverged after `limit` skipped ones in a row."""
+        """Count one update. Diverged: it is the `limit`-th skipped one in a row."""
         skips = self.in_a_row[role] = self.in_a_row.get(role, 0) + 1 if skipped else 0
         if skips:
             self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({skips} in a row)")
@@ -298,39 +287,3 @@ class SkippedUpdates:
                 f"{skips} updates in a row had non-finite gradients ({role}): lower the learning rate, or check the "
                 "rewards for NaN"
             )
-
-
-def fit_again(run: Run, again: Callable[[], Run]) -> int:
-    """All of `steps_again`; the exit code."""
-    steps = steps_again(run, again)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def steps_again(run: Run, again: Callable[[], Run]) -> Steps:
-    """`run.steps()`; where that ends early, `again().steps()` from the last checkpoint.
-
-    After the death of a process up to `trainer.max_restarts` times, after a loss of weights up to
-    `trainer.max_rollbacks` times, if there is a checkpoint.
-    """
-    restarts = 0
-    while True:
-        trainer, say = run.config.trainer, run.record.say
-        try:
-            return (yield from run.steps())
-        except WorkerDied as reason:
-            if restarts >= trainer.max_restarts:
-                raise
-            restarts += 1
-            say(f"{reason.what}; restart {restarts} of trainer.max_restarts={trainer.max_restarts}")
-        except Diverged as reason:
-            last = run.record.checkpoints.last
-            if last is None or not run.rollbacks.add(last.step, run.step, str(reason)):
-                raise
-            say(f"{reason}; going on from there with lower learning rates, without this batch")
-        last = run.record.checkpoints.last
-        run = again()
-        run.resume_from = last.folder if last else None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from valor.algorithms import mismatch_sums
 from valor.config import PPOConfig
@@ -12,7 +13,6 @@ from valor.tracking.metrics import Histogram, Timer, explained_variance, histogr
 
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
-_BLOCK_ELEMENTS = 2**20  # of rows whose errors are sorted out at once: their temporaries stay small
 _NUM_TURNS = 8  # that have an explained variance of their own
 
 
@@ -44,9 +44,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
-    groups = [one for one in grouped(scores.tolist(), batch.objects["uid"]) if len(one) > 1]
+    groups = [group for group in grouped(scores.tolist(), batch.objects["uid"]) if len(group) > 1]
     if groups:
-        out["reward/equal_groups"] = sum(len(set(one)) == 1 for one in groups) / len(groups)
+        out["reward/equal_groups"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], judged)
         out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)
@@ -62,8 +62,8 @@ def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | His
     out: dict[str, float | Histogram] = {}
     for name in _SPREAD:
         where = mask if name == "advantages" else judged
-        if name in batch and (found := histogram(batch[name], where)) is not None:
-            out[f"critic/{name}/histogram"] = found
+        if name in batch and (bins := histogram(batch[name], where)) is not None:
+            out[f"critic/{name}/histogram"] = bins
     if "values" in batch:
         out["reward/from_critic"] = float(config.algorithm.reward_source == "critic")
         for k, errors in enumerate(_errors(batch["values"], batch["returns"], mask, judged)):
@@ -77,17 +77,11 @@ def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | His
     return out
 
 
-def _errors(*columns: torch.Tensor) -> list[torch.Tensor]:
-    """|V - R| at the positions of each part, from values, returns, mask, and where values are judged, all [B, T]."""
-    found: list[list[torch.Tensor]] = [[] for _ in range(_NUM_PARTS)]
-    height = max(_BLOCK_ELEMENTS // max(columns[0].shape[1], 1), 1)
-    for values, returns, mask, judged in zip(*(column.split(height) for column in columns), strict=True):
-        place = mask.cumsum(1) - 1
-        part = (place * _NUM_PARTS / mask.sum(1, keepdim=True).clamp(min=1.0)).floor().masked_fill(judged == 0, -1)
-        error = (values - returns).abs()
-        for k, errors in enumerate(found):
-            errors.append(error[part == k])
-    return [torch.cat(errors) for errors in found]
+def _errors(values: Tensor, returns: Tensor, mask: Tensor, judged: Tensor) -> list[Tensor]:
+    """|V - R| at the judged positions of each fifth of the responses; arguments [B, T]."""
+    fraction = (mask.cumsum(1) - 1) * _NUM_PARTS / mask.sum(1, keepdim=True).clamp(min=1.0)
+    part, error = fraction.floor().masked_fill(judged == 0, -1), (values - returns).abs()
+    return [error[part == k] for k in range(_NUM_PARTS)]
 
 
 def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str, float]:

@@ -4,14 +4,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.group import Pools
 from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
-from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
+from valor.data.preferences import PreferenceDataset
 from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler
 from valor.engines.microbatch import plan_micro_batches
@@ -27,22 +27,14 @@ from valor.workers.sft import SFTWorker
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
 
-class Samples(Protocol):
-    """A data set; its batches have the columns that engines read and, in `meta`, the counts that losses divide by."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch: ...
+Samples = DemonstrationDataset | PreferenceDataset
 
 
 class SupervisedRun(Run):
-    """Trains one role on one data set; validation, checkpoints and a Hugging Face directory at the end.
+    """Trains one role on one data set, with validation, checkpoints and a Hugging Face directory at the end.
 
-    A subclass says what the role is and how it is measured. Bad input raises UserError when the object is made; nothing
-    has been written then.
+    A subclass defines the role and its metrics. Bad input raises UserError when the object is made; nothing has been
+    written then.
     """
 
     role: ClassVar[str]  # its name in checkpoints and exports
@@ -57,7 +49,7 @@ class SupervisedRun(Run):
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
         self.placement = resolve_pool(TrainerConfig(**trainer.model_dump()))
-        self.train, self.val = train, val
+        self.train, self.val, self.trained_roles = train, val, [self.role]
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
         self.total_steps = trainer.total_training_steps or self.sampler.steps_per_epoch * trainer.total_epochs
 
@@ -68,10 +60,6 @@ class SupervisedRun(Run):
     @abstractmethod
     def measure(self, samples: Samples) -> dict[str, float]:
         """Metrics of the present weights on validation samples."""
-
-    @property
-    def trained_roles(self) -> Sequence[str]:
-        return [self.role]
 
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         roles = start_pools(self.placement, {self.role: self.role_spec()})
@@ -104,8 +92,7 @@ class SupervisedRun(Run):
             return {f"val/{name}": value for name, value in self.measure(self.val).items()}
 
     def validation_batches(self, samples: Samples) -> Iterator[list[int]]:
-        """Numbers of all samples in batches of at most a micro-batch a process, so that one long sample is padding in
-        its own batch alone; while one is worked on, progress is that of its part."""
+        """Indices of all samples in batches of one micro-batch a process, so that a long sample pads no others."""
         budget = self.config.data.max_token_len_per_gpu * self.placement.world_size
         groups = plan_micro_batches(samples.lengths, max_tokens=budget)
         for i, group in enumerate(groups):
@@ -113,7 +100,7 @@ class SupervisedRun(Run):
                 yield sorted(group)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of this step; on the console some twenty lines a run."""
+        """Writes the step's metrics; about twenty lines a run on the console."""
         super().log(metrics)
         shown = self.due(max(1, self.total_steps // _CONSOLE_LINES)) or any(k.startswith("val/") for k in metrics)
         if "console" in self.config.trainer.logger and (shown or self.finished):
@@ -141,13 +128,13 @@ class SFTRun(SupervisedRun):
         return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed, self.fits))
 
     def role_spec(self) -> RoleSpec:
-        return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
+        return RoleSpec(SFTWorker, {"config": self.config, "total_steps": self.total_steps})
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""
-        found: list[tuple[dict[str, float], float]] = []
+        results: list[tuple[dict[str, float], float]] = []
         for indices in self.validation_batches(samples):
             batch = samples.batch(indices)
-            found.append((self.roles[self.role].evaluate(batch), batch.meta["num_tokens"]))
-        total = sum(count for _, count in found)
-        return {name: sum(means[name] * (count / total) for means, count in found) for name in found[0][0]}
+            results.append((self.roles[self.role].evaluate(batch), batch.meta["num_tokens"]))
+        total = sum(count for _, count in results)
+        return {name: sum(means[name] * (count / total) for means, count in results) for name in results[0][0]}

@@ -1,4 +1,4 @@
-"""Mini-batches of a step, one optimizer step each, with the global counts that their losses divide by; the critics."""
+"""Optimizer steps on a batch: mini-batches with the global counts their losses divide by, and ensembles of critics."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,22 +15,25 @@ from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
 
+_ROWS = (*ROW_FIELDS, "response_mask", "episode")
+_CRITIC_COLUMNS = (*_ROWS, "values", "returns", "quantile_returns")
+_ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "entropy_mask", "positive")
+
 
 class Updates:
     """Updates critic and actor on a batch that has its advantages."""
 
-    def __init__(self, config: PPOConfig, roles: Pools, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
-        self.config, self.roles, self.skips, self._say = config, roles, skips, say
-        self.old = OldLogProbs.of(config)
-        estimator = config.algorithm.adv_estimator
-        whitens = "whitening" in algorithms.ADVANTAGES[estimator].options
-        self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
+    def __init__(self, config: PPOConfig, roles: Pools, skips: SkippedUpdates) -> None:
+        self.config, self.roles, self.skips = config, roles, skips
+        self.old = OldLogProbs(config)
+        options = algorithms.ADVANTAGES[config.algorithm.adv_estimator].options
+        self._whiten = "whitening" in options and config.algorithm.adv_whitening == "mini_batch"
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
 
@@ -50,10 +53,9 @@ class Updates:
 
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
-        parts: list[dict[str, float]] = []
         count = len(self.rows_of_updates(role, batch, step, member))
         name = role if member == 0 else f"{role}_{member + 1}"
-        worker = self.roles[name]
+        worker, metrics_of_updates = self.roles[name], list[dict[str, float]]()
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
         ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
@@ -64,67 +66,63 @@ class Updates:
                 with part(done, count):
                     # The next one is made and handed out while the ranks are at work on this one.
                     for mini_batch in islice(waiting, 1 + ahead - len(started)):
-                        found: dict[str, float] = {}
+                        measured: dict[str, float] = {}
                         if role == "actor" and self.old.correct_mini_batches:
-                            mini_batch, found = self._corrected(mini_batch)
+                            mini_batch, measured = self._corrected(mini_batch)
                         if role == "actor" and self._ratio_of_sequences:
                             mini_batch = self._with_ratios(mini_batch)
-                        started.append((found, worker.start("update", mini_batch)))
+                        started.append((measured, worker.start("update", mini_batch)))
                     metrics, results = started.popleft()
                     metrics |= results()
                 self.skips.count(name, bool(metrics["skipped"]), step)
-                parts.append(metrics)
-        return named(role, parts)
+                metrics_of_updates.append(metrics)
+        return named(role, metrics_of_updates)
 
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         tokens = batch["response_mask"].sum(-1)
-        chosen = self.rows_of_updates(role, batch, step, member)
-        for number, index in enumerate(chosen, 1):
+        indices = self.rows_of_updates(role, batch, step, member)
+        for number, index in enumerate(indices, 1):
             rows = batch.select(self._columns(role, batch, first=number == 1)).take(index)
             if role == "actor" and self._whiten:
                 rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
-            rows.meta |= {"update": number, "last_of_step": number == len(chosen), "global_step": step}
+            rows.meta |= {"update": number, "last_of_step": number == len(indices), "global_step": step}
             yield counted(rows, tokens[index])
 
     def rows_of_updates(self, role: str, batch: Batch, step: int, member: int = 0) -> list[Tensor]:
-        """Rows of each optimizer step, in order; all of them as they come, where they make one step."""
-        settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
-        parts = self.config.critic.ensemble_size if role == "critic" and self.config.critic.ensemble_shards else 1
-        samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // parts, 1)
-        samples, found = Episodes(batch).rows, list[Tensor]()
+        """Row numbers of each optimizer step, in order."""
+        critic = self.config.critic
+        settings = critic if role == "critic" else self.config.actor_rollout_ref.actor
+        shards = critic.ensemble_size if role == "critic" and critic.ensemble_shards else 1
+        samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // shards, 1)
+        samples, indices = Episodes(batch).rows, list[Tensor]()
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
             if settings.shuffle and samples_per_step < len(samples):
                 order = shuffled(len(samples), self.config.trainer.seed + member, step, epoch).tolist()
             for start in range(0, len(samples), samples_per_step):
                 chosen = order[start : start + samples_per_step]
-                found.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
-        return found
+                indices.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
+        return indices
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
-        shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]
-        if role == "critic":
-            if "values" not in batch:  # the update makes its targets itself
-                return [*shared, "token_level_rewards"]
-            return [*shared, "values", "returns", *(["quantile_returns"] if "quantile_returns" in batch else [])]
-        names = [*shared, "advantages"]
-        if not self.old.on_policy:
-            names.append("old_log_probs")
-        actor = self.config.actor_rollout_ref.actor
-        if actor.use_kl_loss and not actor.exact_kl_loss:
-            names.append("ref_log_probs")
-        if "turn_ids" in self._loss.parameters:
-            names.append("turn_ids")
-        names += [name for name in (WEIGHTS, "entropy_mask", "positive") if name in batch]
+        if role == "critic":  # without values the update makes its targets itself
+            names = _CRITIC_COLUMNS if "values" in batch else (*_ROWS, "token_level_rewards")
+            return [name for name in names if name in batch]
+        actor, names = self.config.actor_rollout_ref.actor, [name for name in _ACTOR_COLUMNS if name in batch]
+        names += ["old_log_probs"] * (not self.old.on_policy)
+        names += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
+        names += ["turn_ids"] * ("turn_ids" in self._loss.parameters)
         # Before the first update the weights are still those that sampled: the gap can be measured for free.
-        if self.old.correct_mini_batches or (first and not self.old.recompute):
-            names.append("rollout_log_probs")
-        return names
+        measures_gap = first and not self.old.recompute
+        return names + ["rollout_log_probs"] * (self.old.correct_mini_batches or measures_gap)
+
+    def _present_log_probs(self, mini_batch: Batch) -> Tensor:
+        return self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
 
     def _corrected(self, mini_batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Bypass mode: weights and rejection by the present policy's log-probs (one forward pass)."""
-        present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
+        present = self._present_log_probs(mini_batch)
         mini_batch, metrics = corrected(mini_batch, present, self.config.algorithm.rollout_correction)
         if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
             del mini_batch.tensors["rollout_log_probs"]
@@ -133,15 +131,14 @@ class Updates:
         return counted(mini_batch), metrics
 
     def _with_ratios(self, mini_batch: Batch) -> Batch:
-        """`sequence_log_ratio` [B], where episodes have several rows: no micro-batch need have all of an episode, so
-        that the ratio of the whole takes a forward pass of its own."""
+        """Adds `sequence_log_ratio` [B], the mean log-ratio of the row's episode, where episodes have several rows: a
+        micro-batch need not have all of them, so it takes a forward pass of its own."""
         episodes = Episodes(mini_batch)
         if not episodes.forked:
             return mini_batch
-        present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
         mask = mini_batch["response_mask"]
-        sums = episodes.sums(algorithms.keep_masked(algorithms.log_ratio(present, mini_batch["old_log_probs"]), mask))
-        means = sums / episodes.sums(mask).clamp(min=1.0)
+        log_ratios = algorithms.log_ratio(self._present_log_probs(mini_batch), mini_batch["old_log_probs"])
+        means = episodes.sums(algorithms.keep_masked(log_ratios, mask)) / episodes.sums(mask).clamp(min=1.0)
         return mini_batch.union(Batch({"sequence_log_ratio": episodes.spread(means)}))
 
 
@@ -156,12 +153,12 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
-        self._estimator = own_targets(config)
+        self._estimator = targets_by_ranks(config)
 
-    def in_one_pass(self, batch: Batch, step: int) -> bool:
-        """Whether values and update of this step share a forward pass: the critic's ranks make the targets."""
-        own = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
-        return own and len(self.updates.rows_of_updates("critic", batch, step)) == 1
+    def values_in_update(self, batch: Batch, step: int) -> bool:
+        """Whether values and update of this step share a forward pass, the critic's ranks making the targets."""
+        possible = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
+        return possible and len(self.updates.rows_of_updates("critic", batch, step)) == 1
 
     def update_with_values(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
         """`values` [B, T] of a batch that has `token_level_rewards`, as they are before its one update; the metrics of
@@ -170,10 +167,10 @@ class Critics:
         (rows,) = self.updates.mini_batches("critic", batch, step)
         self.updates.skips.updating = True
         with phase("train critic", 1, unit="mini-batch"):
-            found = self.roles[name].update_with_values(rows, self._estimator)
-        metrics = found.meta.pop("metrics")
+            result = self.roles[name].update_with_values(rows, self._estimator)
+        metrics = result.meta.pop("metrics")
         self.updates.skips.count(name, bool(metrics["skipped"]), step)
-        return found, named("critic", [metrics]) | {"critic/frozen": 0.0}
+        return result, named("critic", [metrics]) | {"critic/frozen": 0.0}
 
     def compute_values(
         self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False
@@ -184,13 +181,13 @@ class Critics:
         Metric: `critic/ensemble_std`, the members' standard deviation, mean over policy tokens.
         """
         options = {"with_end": with_end, "with_quantiles": with_quantiles}
-        parts = [self.roles[name].compute_values(batch, **options) for name in self.names]
-        if len(parts) == 1:
-            return parts[0], {}
-        stacked = {column: torch.stack([part[column] for part in parts]) for column in parts[0].tensors}
+        results = [self.roles[name].compute_values(batch, **options) for name in self.names]
+        if len(results) == 1:
+            return results[0], {}
+        stacked = {column: torch.stack([result[column] for result in results]) for column in results[0].tensors}
         mean = self.config.ensemble_reduce == "mean"
         out = {column: values.mean(0) if mean else values.amin(0) for column, values in stacked.items()}
-        out |= {f"values/{name}": part["values"] for name, part in zip(self.names, parts, strict=True)}
+        out |= {f"values/{name}": result["values"] for name, result in zip(self.names, results, strict=True)}
         mask = batch["response_mask"]
         spread = (stacked["values"].std(0) * mask).sum() / mask.sum().clamp(min=1.0)
         return Batch(out), {"critic/ensemble_std": float(spread)}
@@ -200,29 +197,29 @@ class Critics:
 
         Trains where `value_mask` is 1, or, without that column, at all policy tokens.
         """
-        frozen = self.config.frozen_at(step)
+        if self.config.frozen_at(step):
+            return {"critic/frozen": 1.0}
         batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
-        parts = []
-        episodes, shard = Episodes(batch), None
+        metrics, episodes, shard = [], Episodes(batch), None
         if self.config.ensemble_shards:
             shard = algorithms.shards([batch.objects["uid"][rows[0]] for rows in episodes.rows], len(self.names))
-        for member, name in enumerate(self.names if not frozen else ()):
-            own = f"values/{name}"
-            rows = batch.union(Batch({"values": batch[own]})) if own in batch else batch
+        for member, name in enumerate(self.names):
+            values = f"values/{name}"
+            rows = batch.union(Batch({"values": batch[values]})) if values in batch else batch
             if shard is not None:
                 rows = rows.take([row for number in (shard == member).nonzero() for row in episodes.rows[number]])
-            parts.append(self.updates.run("critic", rows, step, member=member))
-        return mean_over_updates(parts) | {"critic/frozen": float(frozen)}
+            metrics.append(self.updates.run("critic", rows, step, member=member))
+        return mean_over_updates(metrics) | {"critic/frozen": 0.0}
 
 
-def named(role: str, parts: list[dict[str, float]]) -> dict[str, float]:
+def named(role: str, updates: list[dict[str, float]]) -> dict[str, float]:
     """A role's metrics: means over its updates."""
-    return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
+    return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(updates).items()}
 
 
 def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:
-    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0. `tokens` [B]: of
-    each row, where they are known.
+    """Adds the global counts of the mini-batch's mask; at least 1, so that a loss over nothing is 0. `tokens` [B]: of
+    each row, if already known.
 
     With a column `episode` a sequence is an episode: `sequence_lengths` [B] are the policy tokens of the row's episode.
     """

@@ -49,10 +49,8 @@ def validation_metrics(
         if n == 1:
             continue
         right = [sum(correct[i] for i in g) for g in groups]
-        k = 2
-        while k <= n:
+        for k in (2**power for power in range(1, n.bit_length())):
             out[f"{head}/pass@{k}"] = _mean([pass_at_k(len(g), c, k) for g, c in zip(groups, right, strict=True)])
-            k *= 2
         if any(answers[i] is not None for g in groups for i in g):
             votes = [majority_score([answers[i] for i in g], [scores[i] for i in g]) for g in groups]
             out[f"{head}/maj@{n}"] = _mean(votes)

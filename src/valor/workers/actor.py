@@ -19,7 +19,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
 
 Address = tuple[str, int]
@@ -28,7 +28,7 @@ Address = tuple[str, int]
 class ActorWorker(ModelRole):
     """One rank of the actor. Its weights also go to a rollout that has a pool of its own."""
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
         load_custom(config.algorithm.custom_path)
         shared, self.loss_mode, self.seed = config.actor_rollout_ref, config.policy_loss, config.trainer.seed
         actor, rollout = self.config, self._rollout = shared.actor, shared.rollout
@@ -37,7 +37,7 @@ class ActorWorker(ModelRole):
         self._store: TCPStore | None = None
         self._channel: WeightChannel | None = None
         load = partial(load_policy, shared.model, seed=self.seed)
-        super().__init__(context, actor, shared.model, load, total_steps=total_steps)
+        super().__init__(context, actor, shared.model, load, total_steps=facts.learning_steps)
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(
@@ -66,18 +66,17 @@ class ActorWorker(ModelRole):
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self.data_parallel_rank)
-        with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
-            metrics = engine.forward_backward(
+        with self.on_device(optimizer=True), self._reference(config.exact_kl_loss) as reference:
+            return self.optimize(
                 mini_batch,
                 self._loss,
+                advance_schedule=meta["last_of_step"],
                 max_tokens=config.ppo_max_token_len_per_gpu,
                 max_rows=config.max_rows,
                 temperature=meta["temperature"],
                 with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
                 reference=reference,
             )
-            step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
-        return self.sum_over_ranks(metrics) | step
 
     @Dispatch("all", light=True)
     def version(self) -> int:

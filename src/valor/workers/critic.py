@@ -16,7 +16,7 @@ from valor.models.load import load_value_model
 from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole, longer_rows
 
 
@@ -26,13 +26,14 @@ class CriticWorker(ModelRole):
     `member`: its number in an ensemble, from 0. The head of a value loss of the user's own gives the value itself.
     """
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int, member: int = 0) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts, member: int = 0) -> None:
         load_custom(config.algorithm.custom_path)
         critic = self.config = config.critic
-        head = None if critic.freeze else value_head(critic)  # a frozen one is read as it says itself
-        by_seed = {"seed": config.trainer.seed + member, "levels": critic.value_levels}
-        load = partial(load_value_model, critic.model, head=head, **by_seed)
-        super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
+        head = None if critic.freeze else value_head(critic)  # a frozen critic keeps its saved head
+        seed = config.trainer.seed + member
+        load = partial(load_value_model, critic.model, head=head, seed=seed, levels=critic.value_levels)
+        steps, trains = facts.learning_steps, not critic.freeze
+        super().__init__(context, critic, critic.model, load, total_steps=steps, trainable=trains)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
@@ -46,10 +47,10 @@ class CriticWorker(ModelRole):
         width, lengths = rows["responses"].shape[1], rows["response_lengths"]
         with self.on_device() as engine:
             rows = longer_rows(rows) if with_end else rows
-            found = engine.forward(rows, **self._limits, with_quantiles=with_quantiles)
-        values = found["values"]
-        out = {name: x[:, :width] for name, x in found.items() if name != "values"}
-        out |= {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
+            outputs = engine.forward(rows, **self._limits, with_quantiles=with_quantiles)
+        values = outputs["values"]
+        out = {name: x[:, :width] for name, x in outputs.items()}
+        out["values"] = out["values"].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)
         if with_end:
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
         return Batch(out)
@@ -61,28 +62,27 @@ class CriticWorker(ModelRole):
 
     @Dispatch("dp", stays=("values",))
     def update_with_values(self, mini_batch: Batch, estimator: tuple[str, dict[str, Any]]) -> Batch:
-        """`update` by targets that are made here. Gives `values` [B, T] as in `compute_values`, from the forward pass
-        that the gradients come from, and in `meta["metrics"]` the metrics of `update`.
+        """`update` whose targets come from its own forward pass: `values` [B, T] as in `compute_values`, and in
+        `meta["metrics"]` the metrics of `update`.
 
-        estimator: name and options of what makes a row's returns of its `token_level_rewards` and values.
+        estimator: name and options of the advantage estimator that makes a row's returns of its `token_level_rewards`
+        and values.
         """
         name, options = estimator
         values = torch.zeros(mini_batch["responses"].shape, device=self.engine.device)
 
         def loss(outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            values[rows["row"]] = own = outputs["values"].detach()
-            inputs = {"rewards": rows["token_level_rewards"], "response_mask": rows["response_mask"], "values": own}
-            returns = algorithms.compute_advantages(name, **inputs, **options)[1]
-            return self._loss(outputs, rows.union(Batch({"values": own, "returns": returns})))
+            present = {"values": outputs["values"].detach(), "response_mask": rows["response_mask"]}
+            values[rows["row"]] = present["values"]
+            _, returns = algorithms.compute_advantages(name, rewards=rows["token_level_rewards"], **present, **options)
+            return self._loss(outputs, rows.union(Batch({"values": present["values"], "returns": returns})))
 
         metrics = self._update(mini_batch.union(Batch({"row": torch.arange(len(mini_batch))})), loss)
         return Batch({"values": values.cpu()}, meta={"metrics": metrics})
 
     def _update(self, mini_batch: Batch, loss: LossFn) -> dict[str, float]:
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(mini_batch, loss, **self._limits, raw=True)
-            step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
-        return self.sum_over_ranks(metrics) | step
+        last = mini_batch.meta["last_of_step"]
+        return self.optimize(mini_batch, loss, advance_schedule=last, **self._limits, raw=True)
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
@@ -104,17 +104,17 @@ class CriticWorker(ModelRole):
 
 
 def value_head(config: CriticConfig) -> ValueHead:
-    """What the head gives that `critic.value_loss` trains. UserError: bins that cannot be."""
+    """The head that `critic.value_loss` trains. UserError: its number of outputs is not valid."""
+    options = config.value_loss_kwargs
     if config.value_loss == "bce":
         return ValueHead("logit")
     if config.value_loss == "quantile":
-        size = config.value_loss_kwargs.get("num_quantiles", 32)
+        size = options.get("num_quantiles", 32)
         if not (isinstance(size, int) and size > 1):
             raise UserError("critic.value_loss_kwargs.num_quantiles is a whole number of at least 2")
         return ValueHead("quantiles", size)
     if config.value_loss == "hl_gauss":
-        given = config.value_loss_kwargs
-        size, low, high = given.get("num_bins", 51), given.get("value_min", 0.0), given.get("value_max", 1.0)
+        size, low, high = options.get("num_bins", 51), options.get("value_min", 0.0), options.get("value_max", 1.0)
         if not (isinstance(size, int) and size > 1 and isinstance(low, int | float) and isinstance(high, int | float)):
             raise UserError(
                 "critic.value_loss=hl_gauss: in critic.value_loss_kwargs num_bins is a whole number of at least 2, "

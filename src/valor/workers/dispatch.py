@@ -22,8 +22,8 @@ class Dispatch:
     keep_together names an object column: rows with the same value go to the same rank (samples of a prompt share their
     prefill). reads: the columns that it needs, if not all: no others travel. stays: columns [B, T] of the result that
     the caller need not read: where ranks are processes of their own they stay in the object store, and the caller gets
-    references. light: it answers a question and computes nothing, so its memory is not measured. sent_weights: it uses
-    weights that were sent before, so a new process cannot repeat the call.
+    references. light: a query without computation, whose memory is not measured. sent_weights: it uses weights that
+    were sent before, so a new process cannot repeat the call.
     """
 
     mode: Literal["dp", "all"]

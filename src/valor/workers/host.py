@@ -6,7 +6,7 @@ given order and each receives the ones built before it.
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from valor.config.engine import ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig
 from valor.engines import distributed
 from valor.workers.memory import (
     PeakMemory,
@@ -32,13 +32,25 @@ _TRACING = threading.Lock()  # torch has one profiler in a process
 class RoleSpec:
     """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks).
 
-    `replaceable`: it learns nothing, so one that died can be built again; weights that it was sent have to be sent
-    again.
+    `replaceable`: it does not learn, so one that died can be built again, and be sent its weights again.
     """
 
     cls: type
     kwargs: dict[str, Any]
     replaceable: bool = False
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the roles of a PPO run are built from besides the configuration.
+
+    `learning_steps`: in how many steps the role learns. `separator_id`: the token between the texts of a pair, for a
+    reward model that reads pairs.
+    """
+
+    learning_steps: int
+    eos_token_ids: list[int]
+    separator_id: int | None = None
 
 
 @dataclass
@@ -53,7 +65,7 @@ class WorkerContext:
     resident: list[Any] = field(default_factory=list)  # ModelRoles on the device, where they stay until room is needed
 
     def make_room(self, besides: Any = None) -> None:
-        """All roles that have no turn leave the device, `besides` excepted."""
+        """Offload idle roles except `besides`."""
         for role in list(self.resident):
             if role is not besides:
                 role.leave_device()
@@ -61,14 +73,10 @@ class WorkerContext:
 
 @dataclass
 class Tracer:
-    """Writes torch's traces of a step's calls to `folder`, with `contents` (cpu, cuda, memory, shapes, stack) in them.
-
-    `roles`: the settings of those that are traced.
-    """
+    """Writes torch's traces of a step's calls to `folder`, as `settings` say."""
 
     folder: Path
-    contents: Collection[str]
-    roles: Mapping[str, ProfilerConfig]
+    settings: GlobalProfilerConfig
     _calls: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
@@ -77,29 +85,34 @@ class Tracer:
 
         A call beside one that is being traced is not.
         """
-        settings = self.roles.get("critic" if role.startswith("critic_") else role)
-        if settings is None or not settings.traces(rank) or not _TRACING.acquire(blocking=False):
+        name, ranks = "critic" if role.startswith("critic_") else role, self.settings.ranks
+        traced = name in self.settings.roles and (rank in ranks or not ranks)
+        if not traced or not _TRACING.acquire(blocking=False):
             yield
             return
+        contents = self.settings.contents
         try:
-            cuda = [ProfilerActivity.CUDA] if "cuda" in self.contents and torch.cuda.is_available() else []
+            cuda = [ProfilerActivity.CUDA] if "cuda" in contents and torch.cuda.is_available() else []
             with profile(
                 activities=[ProfilerActivity.CPU, *cuda],
-                record_shapes="shapes" in self.contents,
-                profile_memory="memory" in self.contents,
-                with_stack="stack" in self.contents,
-            ) as recorded:
+                record_shapes="shapes" in contents,
+                profile_memory="memory" in contents,
+                with_stack="stack" in contents,
+            ) as trace:
                 yield
         finally:
             _TRACING.release()
         call = f"{role}.{method}"
         self._calls[call] += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(self.folder / f"rank{rank}.{call}.{self._calls[call]}.json.gz"))
+        trace.export_chrome_trace(str(self.folder / f"rank{rank}.{call}.{self._calls[call]}.json.gz"))
 
 
 class WorkerHost:
-    """Builds the roles of one rank and calls their methods by name."""
+    """Builds the roles of one rank and calls their methods by name.
+
+    deterministic: only algorithms that give the same bits every time, where torch has them. gpu: number of its device.
+    """
 
     def __init__(
         self,

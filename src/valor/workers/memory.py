@@ -17,7 +17,7 @@ _GB = 2.0**30
 
 # Of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT = 2**30  # bytes of one tensor
+_LARGEST_REUSED = 2**30  # bytes of one tensor
 
 
 def use_expandable_segments() -> None:
@@ -30,15 +30,15 @@ def use_expandable_segments() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory of CPU tensors that are gone for those to come, where its libc is glibc.
+    """Reuse the memory of freed CPU tensors, where the libc is glibc.
 
-    Otherwise large ones are made of new pages time after time, which the kernel has to clear; ranks on one machine wait
-    for each other in that. The user's `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` stands.
+    Otherwise every large tensor takes new pages, which the kernel has to clear; ranks on one machine wait for each
+    other in that. The user's `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` stands.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         return
-    if mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT):  # refused by glibc before 2.35, whose own rule is then better
+    if mallopt(_MMAP_THRESHOLD, _LARGEST_REUSED):  # refused by glibc before 2.35, whose own rule is then better
         mallopt(_TRIM_THRESHOLD, -1)
 
 
@@ -76,28 +76,28 @@ class PeakMemory:
         try:
             yield
         finally:
-            for name, value in self._held().items():
-                metric = f"perf/{name}/{call}"
-                self._peaks[metric] = max(self._peaks.get(metric, 0.0), value)
+            if self._cuda:
+                # torch counts the pool of a sleeping vLLM; the driver's count does not, and covers all processes.
+                free, total = torch.cuda.mem_get_info(self._device)
+                self._note("max_memory_allocated_gb", call, torch.cuda.max_memory_allocated(self._device) / _GB)
+                self._note("device_memory_used_gb", call, (total - free) / _GB)
+            else:
+                self._note("peak_rss_gb", call, peak_rss_gb())
 
-    def _held(self) -> dict[str, float]:
-        if not self._cuda:
-            return {"peak_rss_gb": peak_rss_gb()}
-        # torch's own count may take the pool of a sleeping vLLM for held; the driver's does not, and has all processes.
-        free, total = torch.cuda.mem_get_info(self._device)
-        allocated = torch.cuda.max_memory_allocated(self._device)
-        return {"max_memory_allocated_gb": allocated / _GB, "device_memory_used_gb": (total - free) / _GB}
+    def _note(self, name: str, call: str, value: float) -> None:
+        metric = f"perf/{name}/{call}"
+        self._peaks[metric] = max(self._peaks.get(metric, 0.0), value)
 
     def take(self) -> dict[str, float]:
         """GiB by call. On CUDA `perf/max_memory_allocated_gb/<call>` (the peak) and `perf/device_memory_used_gb/<call>`
-        (of the whole device, at the end of the call); elsewhere `perf/peak_rss_gb/<call>`, what is kept of earlier
-        calls included."""
+        (of the whole device, at the end of the call); elsewhere `perf/peak_rss_gb/<call>`, which includes memory that
+        earlier calls have left."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
 
 def peak_rss_gb() -> float:
-    """Most memory that this process has held since the last reset (Linux), or ever."""
+    """Peak resident memory of this process since the last reset (Linux), or ever."""
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

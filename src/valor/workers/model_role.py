@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
-from valor.engines.base import TrainingEngine
+from valor.engines.base import LossFn, TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.engines.registry import DEFAULT_STRATEGY, TRAINING_ENGINES
 from valor.tracking.metrics import reduce_metrics
@@ -80,6 +80,15 @@ class ModelRole:
             self._with_optimizer = False
             self._context.resident.remove(self)
 
+    def optimize(
+        self, batch: Batch, loss: LossFn, *, advance_schedule: bool = True, **options: Any
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's rows of a batch; metrics are of the whole batch, over all ranks."""
+        with self.on_device(optimizer=True) as engine:
+            metrics = engine.forward_backward(batch, loss, **options)
+            step = engine.optimizer_step(advance_schedule=advance_schedule)
+        return self.sum_over_ranks(metrics) | step
+
     def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of this rank's rows as those of the whole batch, equal on all ranks (collective)."""
         if dist.get_world_size() == 1:
@@ -87,8 +96,8 @@ class ModelRole:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (self.data_parallel_rank, dict(metrics)))
         shares: dict[int, dict[str, float]] = {}
-        for share, found in parts:
-            shares.setdefault(share, found)
+        for share, of_rank in parts:
+            shares.setdefault(share, of_rank)
         return reduce_metrics(shares.values())
 
     @Dispatch("all")

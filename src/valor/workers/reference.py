@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from valor.config import ActorRolloutRefConfig
+from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
 
 
@@ -21,14 +21,14 @@ class ReferenceWorker:
     It is the model at `model.path`, also where an actor goes on from adapters trained before.
     """
 
-    def __init__(self, context: WorkerContext, *, config: ActorRolloutRefConfig) -> None:
-        ref = config.ref
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
+        model, ref = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
         self._limits = {"max_tokens": ref.log_prob_max_token_len_per_gpu, "max_rows": ref.max_rows}
-        self._is_actor = bool(config.model.lora_rank) and "actor" in context.roles
+        self._is_actor = bool(model.lora_rank) and "actor" in context.roles
         if self._is_actor:
             self._role: ModelRole = context.roles["actor"]
         else:
-            base = config.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})
+            base = model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})
             self._role = ModelRole(context, ref, base, partial(load_policy, base), trainable=False)
 
     @property

@@ -7,25 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from valor.algorithms import bradley_terry_loss
-from valor.config import RMConfig
-from valor.config.reward import RewardModelConfig
+from valor.config import PPOConfig, RMConfig
 from valor.data.batch import Batch
 from valor.models.load import load_sequence_classifier
 from valor.models.reward import PreferenceModel, backbone, load_reward_model
 from valor.models.rows import ROW_FIELDS
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole, longer_rows
 
 
 class RewardModelWorker(ModelRole):
-    """One rank of the reward model. `separator_id` as in models.reward.RewardModel."""
+    """One rank of the reward model."""
 
-    def __init__(self, context: WorkerContext, *, config: RewardModelConfig, separator_id: int | None) -> None:
-        self._limits = {"max_tokens": config.max_token_len_per_gpu, "max_rows": config.micro_batch_size_per_gpu}
-        self._by_token = config.gives != "outcome"
-        load = partial(load_reward_model, config, separator_id=separator_id)
-        super().__init__(context, config, backbone(config), load, trainable=False)
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
+        model = config.reward.reward_model
+        self._limits = {"max_tokens": model.max_token_len_per_gpu, "max_rows": model.micro_batch_size_per_gpu}
+        self._by_token = model.gives != "outcome"
+        load = partial(load_reward_model, model, separator_id=facts.separator_id)
+        super().__init__(context, model, backbone(model), load, trainable=False)
 
     @Dispatch("dp")
     def score(self, rows: Batch) -> Batch:
@@ -72,9 +72,7 @@ class PreferenceWorker(ModelRole):
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; `loss`, `accuracy` and `margin` (chosen - rejected) are means over all ranks' pairs."""
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(batch, self._loss, **self._limits)
-            return self.sum_over_ranks(metrics) | engine.optimizer_step()
+        return self.optimize(batch, self._loss, **self._limits)
 
     @Dispatch("dp")
     def score(self, batch: Batch) -> Batch:

@@ -1,9 +1,13 @@
-"""Which roles a configuration asks for, and how each is built on its ranks."""
+"""The roles of a run: a row for each says its worker class, its section, when a run has it, and whether it trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from valor.config import PPOConfig
 from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker
-from valor.workers.host import RoleSpec
+from valor.workers.host import RoleSpec, RunFacts
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
 from valor.workers.rollout import RolloutWorker
@@ -11,31 +15,70 @@ from valor.workers.rollout import RolloutWorker
 
 def critic_names(config: PPOConfig) -> list[str]:
     """The critic's roles: none, `critic`, or `critic`, `critic_2`, … for an ensemble."""
-    if not config.critic.enable:
-        return []
-    return ["critic", *(f"critic_{member}" for member in range(2, config.critic.ensemble_size + 1))]
+    return ROLES["critic"].names(config, "critic") if ROLES["critic"].wanted(config) else []
+
+
+@dataclass(frozen=True)
+class Role:
+    """A row of `ROLES`.
+
+    worker: the class of its ranks, built from the configuration, RunFacts, and its number in `members`. section: its
+    part of the configuration. wanted: whether a run has the role. steps: in how many of a run's steps it learns, over
+    which learning rates are scheduled; None: it does not train, and can be built again after a death. movable:
+    `resource_pools` may give it processes of its own. members: how many of them learn side by side, each a role.
+    """
+
+    worker: type
+    section: Callable[[PPOConfig], Any]
+    wanted: Callable[[PPOConfig], bool] = lambda config: True
+    steps: Callable[[PPOConfig, int], int] | None = None
+    movable: bool = True
+    members: Callable[[PPOConfig], int] = lambda config: 1
+
+    @property
+    def trains(self) -> bool:
+        return self.steps is not None
+
+    def names(self, config: PPOConfig, name: str) -> list[str]:
+        """`name`, `name_2`, …: one for each member."""
+        return [name, *(f"{name}_{member}" for member in range(2, self.members(config) + 1))]
+
+
+ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor lives on its weights
+    "actor": Role(
+        ActorWorker,
+        lambda config: config.actor_rollout_ref.actor,
+        steps=lambda config, total: max(total - config.trainer.critic_warmup, 0),
+        movable=False,
+    ),
+    "rollout": Role(RolloutWorker, lambda config: config.actor_rollout_ref.rollout),
+    "ref": Role(
+        ReferenceWorker, lambda config: config.actor_rollout_ref.ref, wanted=lambda config: config.needs_reference
+    ),
+    "critic": Role(
+        CriticWorker,
+        lambda config: config.critic,
+        wanted=lambda config: config.critic.enable,
+        steps=lambda config, total: sum(not config.critic.frozen_at(step) for step in range(1, total + 1)),
+        members=lambda config: config.critic.ensemble_size,
+    ),
+    "reward_model": Role(
+        RewardModelWorker,
+        lambda config: config.reward.reward_model,
+        wanted=lambda config: config.reward.reward_model.is_role,
+    ),
+}
 
 
 def role_specs(
     config: PPOConfig, *, total_steps: int, eos_token_ids: list[int], separator_id: int | None = None
 ) -> dict[str, RoleSpec]:
-    """The roles of a run in building order (the rollout engine may live on the actor's weights, so that comes first).
-
-    `separator_id`: the token between the texts of a pair, for a reward model that reads pairs. Learning rates are
-    scheduled over those of the `total_steps` in which the role learns.
-    """
-    actor_steps = max(total_steps - config.trainer.critic_warmup, 0)
-    critic_steps = sum(not config.critic.frozen_at(step) for step in range(1, total_steps + 1))
-    specs = {
-        "actor": RoleSpec(ActorWorker, {"config": config, "total_steps": actor_steps}),
-        "rollout": RoleSpec(RolloutWorker, {"config": config, "eos_token_ids": eos_token_ids}, True),
-    }
-    if config.needs_reference:
-        specs["ref"] = RoleSpec(ReferenceWorker, {"config": config.actor_rollout_ref}, True)
-    for member, name in enumerate(critic_names(config)):
-        specs[name] = RoleSpec(CriticWorker, {"config": config, "total_steps": critic_steps, "member": member})
-    if config.reward.reward_model.is_role:
-        specs["reward_model"] = RoleSpec(
-            RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}, True
-        )
+    """What to build for a run, in building order."""
+    specs: dict[str, RoleSpec] = {}
+    for role, row in ROLES.items():
+        steps = 0 if row.steps is None else row.steps(config, total_steps)
+        facts = RunFacts(steps, eos_token_ids, separator_id)
+        for member, name in enumerate(row.names(config, role)) if row.wanted(config) else ():
+            arguments = {"config": config, "facts": facts} | ({"member": member} if member else {})
+            specs[name] = RoleSpec(row.worker, arguments, replaceable=not row.trains)
     return specs

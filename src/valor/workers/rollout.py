@@ -1,5 +1,6 @@
 """Responses to prompts, by an engine beside the actor, or by one in a pool of its own that is sent the weights."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -10,40 +11,39 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
-from valor.agents.episode import TOKEN_COLUMNS, Episode, EpisodeKey, episode_rows, with_text
-from valor.agents.loops import tasks_of
+from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows, with_text
+from valor.agents.loops import answer, tasks_of
 from valor.agents.runner import EpisodeRunner, Sink
 from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
-from valor.rollout.base import Elsewhere, Request, SamplingParams
+from valor.rollout.base import Elsewhere, SamplingParams
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
-from valor.workers.ahead import AheadPlayer, FollowedSource, answer
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
 
 
 class RolloutWorker:
     """One rank of the rollout, whose engine is the one that `rollout.name` names."""
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, eos_token_ids: list[int]) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
         self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
-        ends = end_token_ids(model, eos_token_ids)
+        ends = end_token_ids(model, facts.eos_token_ids)
         self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
         self._tokenizer = load_policy_tokenizer(config)
         self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
         self._config = rollout
-        self._ahead: AheadPlayer | None = None
+        self._ahead: EpisodeRunner | None = None  # of `generate_ahead`: its episodes outlive the calls
 
     @property
     def data_parallel_rank(self) -> int:
@@ -93,7 +93,7 @@ class RolloutWorker:
     def close(self) -> None:
         """End the engine, and the episodes under way."""
         if self._ahead is not None:
-            self._ahead.runner.close()
+            self._ahead.close()
         if self._agents is not None:
             self._agents.close()
         self.engine.close()
@@ -103,61 +103,62 @@ class RolloutWorker:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
         Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
-        decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows` and `response_text`. An
-        episode goes to `sink` as soon as it has ended, its text in the place of its turns. Where agents play episodes,
-        `prompts` has also their rows' objects, and the result may have several rows for one of its rows (`episode`).
+        decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows` and `response_text`; where
+        agents play, which also read the rows' objects, one prompt may have several rows (`episode`). `sink` gets each
+        episode as soon as it has ended, with its texts instead of its turns.
         """
-        follows = self._context.rank % self.engine.parallel_size > 0
-        if follows:
-            sink = None  # the first of the processes that generate together tells
-        tasks, texts = tasks_of(prompts, params), dict[EpisodeKey, str]()
-
-        def told(episode: Episode) -> None:
-            assert sink is not None
-            texts[episode.key] = text = self._decoded([episode.response_ids])[0]
-            said = episode.turn_texts_by(self._decoded)
-            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=said))
-
         with self._generating():
-            if self._agents is not None and follows:  # and that one plays
+            if self._follows and self._agents is not None:
                 self.engine.serve(Elsewhere())
                 return Batch()
-            if self._agents is not None:
-                return with_text(self._agents.play(self.engine, tasks, sink and told), self._decoded)
-            tell = sink and (lambda key, output: told(Episode.of_one_turn(key, output)))
-            requests = [
-                Request(str(i), one.prompt_ids, params, one.key, tell and partial(tell, one.key))
-                for i, one in enumerate(tasks)
-            ]
-            outputs = self.engine.generate(requests)
-        episodes = [Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)]
-        rows = episode_rows(episodes)
-        if len(texts) == len(tasks):
-            rows.objects["response_text"] = [texts[task.key] for task in tasks]
+            reports = None if sink is None or self._follows else partial(self._report, sink)
+            rows = episode_rows(self._runner().run(self.engine, tasks_of(prompts, params), reports))
         return with_text(rows, self._decoded)
+
+    @Dispatch("all", sent_weights=True)
+    def generate_ahead(
+        self, *, sink: Callable[[tuple[Episode, int]], None], feed: Callable[[], Sequence[Any]]
+    ) -> tuple[float, float] | None:
+        """Play episodes until `feed` brings a pause: calls of `EpisodeRunner`'s `add`, `drop` and `pause`, as tuples.
+
+        `sink` gets each episode that has ended, with the number of the attempt at it. Episodes under way at a pause go
+        on with the next call: tools meanwhile, generation by the weights of then. Returns this call's seconds, and
+        those of them in which the engine had nothing to do.
+        """
+        with self._generating():
+            if self._follows:
+                self.engine.serve(Elsewhere())
+                return None
+            runner = self._ahead = self._ahead or self._runner()
+
+            def listen() -> None:
+                for method, *arguments in feed():
+                    getattr(runner, method)(*arguments)
+
+            began, idle = time.monotonic(), runner.idle_seconds
+            runner.serve(self.engine, lambda *ended: sink(ended), listen)
+            return time.monotonic() - began, runner.idle_seconds - idle
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another of the processes that generate together has the requests."""
+        return self._context.rank % self.engine.parallel_size > 0
+
+    def _runner(self) -> EpisodeRunner:
+        if self._agents is not None:
+            return self._agents.runner()
+        most, longest = self._config.max_num_seqs, self._config.max_model_len
+        return EpisodeRunner(
+            lambda task, runner: answer(task, runner.generate), most=most, max_tokens=longest, one_turn=True
+        )
+
+    def _report(self, sink: Sink, episode: Episode) -> None:
+        """Pass an episode on as graders read it: with its texts instead of its turns."""
+        text, turns = self._decoded([episode.response_ids])[0], episode.turn_texts_by(self._decoded)
+        sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=turns))
 
     def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-    @Dispatch("all", sent_weights=True)
-    def generate_ahead(self, *, sink: Callable[[Any], None], feed: Callable[[], Sequence[Any]]) -> None:
-        """Play the episodes that `feed` brings (`Begin`), until it brings a `Pause`; `sink` gets each as `Played`.
-
-        Episodes that are under way at a `Pause` go on with the next call: tools meanwhile, generation by the weights
-        of then. `TakeWeights` changes the weights between two tokens.
-        """
-        with self._generating():
-            if self._context.rank % self.engine.parallel_size > 0:
-                self.engine.serve(FollowedSource(feed, self.receive_weights))
-                return
-            if self._ahead is None:
-                if self._agents is None:
-                    most, longest = self._config.max_num_seqs, self._config.max_model_len
-                    runner = EpisodeRunner(answer, most=most, max_tokens=longest)
-                else:
-                    runner = self._agents.runner()
-                self._ahead = AheadPlayer(runner, self.receive_weights)
-            self._ahead.serve(self.engine, sink, feed)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -169,13 +170,15 @@ class RolloutWorker:
             yield
 
 
-def end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
-    """`given` and those that the model's own files name. UserError: the model has no such token."""
+def end_token_ids(model: ModelConfig, of_tokenizer: list[int]) -> list[int]:
+    """End tokens of the tokenizer and of the model's own files. UserError: the model has no such token."""
     try:
-        own: Any = GenerationConfig.from_pretrained(model.path).eos_token_id
+        of_model: Any = GenerationConfig.from_pretrained(model.path).eos_token_id
     except OSError:
-        own = GenerationConfig.from_model_config(load_model_config(model)).eos_token_id
-    ends: list[int] = sorted({*given, *([] if own is None else [own] if isinstance(own, int) else own)})
+        of_model = GenerationConfig.from_model_config(load_model_config(model)).eos_token_id
+    if of_model is None or isinstance(of_model, int):
+        of_model = [] if of_model is None else [of_model]
+    ends: list[int] = sorted({*of_tokenizer, *of_model})
     size = int(load_model_config(model).get_text_config().vocab_size)
     if ends and not 0 <= ends[0] <= ends[-1] < size:
         raise UserError(

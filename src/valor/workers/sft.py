@@ -26,9 +26,7 @@ class SFTWorker(ModelRole):
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; `loss` is the mean over the tokens that count, over all ranks."""
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(batch, token_loss, **self._limits)
-            return self.sum_over_ranks(metrics) | engine.optimizer_step()
+        return self.optimize(batch, token_loss, **self._limits)
 
     @Dispatch("dp")
     def evaluate(self, batch: Batch) -> dict[str, float]:

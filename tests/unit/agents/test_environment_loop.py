@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from valor.agents.chat import Chat
-from valor.agents.environment_loop import EnvironmentLoop
+from valor.agents.environment import EnvironmentLoop
 from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.config import load

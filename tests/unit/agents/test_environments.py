@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import openenv_server
-from valor.agents.environment import Step
-from valor.agents.environment_loop import find_environment
-from valor.agents.openenv import OpenEnv, OpenEnvError
+from valor.agents.environment import Step, find_environment
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -20,6 +18,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples/environments"
 SkyRLGym = load_file(f"{EXAMPLES}/skyrl.py", "").SkyRLGym
 TextArena = load_file(f"{EXAMPLES}/textarena_game.py", "").TextArena
 ReasoningGym = load_file(f"{EXAMPLES}/puzzle.py", "").ReasoningGym
+OpenEnv = load_file(f"{EXAMPLES}/openenv.py", "").OpenEnv
 
 
 def row(truth: Any = None, uid: str = "0:5", **extra_info: Any) -> dict[str, Any]:
@@ -159,9 +158,9 @@ class TestOpenEnv:
             finally:
                 await environment.close()
 
-        with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: the counter broke"):
+        with pytest.raises(RuntimeError, match="EXECUTION_ERROR: the counter broke"):
             asyncio.run(play("boom"))
-        with pytest.raises(OpenEnvError, match="VALIDATION_ERROR"):
+        with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
             asyncio.run(play("5", action="text"))
         with pytest.raises(KeyError, match="text"):
             asyncio.run(play("5", observation="message"))
@@ -189,7 +188,7 @@ class TestOpenEnv:
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("valor.agents.openenv.OpenEnv", {"trys": 3}, "unexpected keyword argument 'trys'"),
+        (f"{EXAMPLES}/openenv.py:OpenEnv", {"trys": 3}, "unexpected keyword argument 'trys'"),
         ("valor.errors.UserError", {}, "derive it from valor.agents.TextEnvironment"),
         ("nowhere.py:Mine", {}, "no such file"),
         ("textarea.Wordle", {}, "cannot be imported"),
@@ -206,7 +205,7 @@ def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str,
         ("skyrl_gym", f"{EXAMPLES}/skyrl.py:SkyRLGym", {"name": "gsm8k"}, "pip install skyrl-gym"),
         ("textarena", f"{EXAMPLES}/textarena_game.py:TextArena", {"game": "G"}, "pip install textarena"),
         ("reasoning_gym.factory", f"{EXAMPLES}/puzzle.py:ReasoningGym", {"task": "t"}, r"valor-rl\[reasoning\]"),
-        ("websockets.asyncio.client", "valor.agents.openenv.OpenEnv", {"url": "http://h"}, r"valor-rl\[agents\]"),
+        ("websockets.asyncio.client", f"{EXAMPLES}/openenv.py:OpenEnv", {"url": "http://h"}, r"valor-rl\[agents\]"),
     ],
 )
 def test_a_library_that_is_missing_is_told(

@@ -14,6 +14,7 @@ import pytest
 
 from json_http import JsonHandler
 from valor import http_client
+from valor.agents.builtin_tools import make_search
 from valor.agents.formats import ToolCall
 from valor.agents.search.client import (
     Document,
@@ -24,10 +25,9 @@ from valor.agents.search.client import (
     open_retriever,
     results_text,
 )
-from valor.agents.search.tool import SearchTool
 from valor.agents.tool_files import load_sources
+from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset
-from valor.agents.verl_tools import base_tool_source
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
@@ -203,32 +203,26 @@ def test_texts_are_those_of_search_r1_and_verl() -> None:
     assert documents_text([]) == ""
 
 
-def call(tool: SearchTool, parameters: dict[str, Any]) -> ToolResult:
-    async def episode() -> ToolResult:
-        instance, _ = await tool.create(ground_truth="x", question="?", data_source="searchR1_nq")
-        result = await tool.execute(instance, parameters)
-        await tool.release(instance)
-        return result
-
-    return asyncio.run(episode())
+def call(tool: Callable[..., Any], *queries: str) -> ToolResult:
+    return asyncio.run(tool(list(queries)))
 
 
 def test_verl_s_configuration_of_the_tool(server: FakeServer) -> None:
     config = {"retrieval_service_url": server.url, "topk": 5, "default_timeout": 3, "num_workers": 7, "rate_limit": 9}
-    tool = SearchTool({**config, "type": "native", "enable_global_rate_limit": True})
-    result = call(tool, {"query_list": ["a"]})
+    tool = make_search(**config, enable_global_rate_limit=True)
+    result = call(tool, "a")
     doc = 'Doc 1 (Title: "Paris")\nThe capital\nof France.\n\nDoc 2 (Title: "Rome")\nThe capital of Italy.'
     assert json.loads(result.text) == {"result": doc}
     assert (result.reward, result.error) == (0.0, None)
     assert server.requests[0]["topk"] == 5
     server.answer = lambda asked: (200, {"result": [[]]})
-    assert json.loads(call(tool, {"query_list": ["a"]}).text) == {"result": "No search results found."}
+    assert json.loads(call(tool, "a").text) == {"result": "No search results found."}
 
 
 @pytest.mark.parametrize("queries", [None, "a", [1]])
 def test_a_wrong_call_is_told_and_counted(server: FakeServer, queries: Any) -> None:
     async def episode() -> ToolResult:
-        toolbox = Toolset([base_tool_source([SearchTool({"url": server.url})])]).toolbox()
+        toolbox = Toolset([function_source([make_search(url=server.url)])]).toolbox()
         await toolbox.open({})
         return await toolbox.call(ToolCall("search", {} if queries is None else {"query_list": queries}))
 
@@ -237,12 +231,12 @@ def test_a_wrong_call_is_told_and_counted(server: FakeServer, queries: Any) -> N
 
 
 def test_a_server_that_is_down_is_told_and_counted(nobody: str) -> None:
-    result = call(SearchTool({"url": nobody, "retries": 0}), {"query_list": ["a"]})
+    result = call(make_search(url=nobody, retries=0), "a")
     assert json.loads(result.text)["result"].startswith("Search error: the search server does not answer")
     assert (result.reward, result.error) == (0.0, "failed")
 
 
-@pytest.mark.parametrize("name", ["search", "verl.tools.search_tool.SearchTool", "valor.agents.search.tool.SearchTool"])
+@pytest.mark.parametrize("name", ["search", "verl.tools.search_tool.SearchTool"])
 def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
     name: str, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -270,26 +264,19 @@ def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
     assert wrong.error == "arguments"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"url": "http://h/retrieve", "corpus": "c"},
-        {"url": "http://h/r", "top_k": 3},
-    ],
-)
-def test_a_tool_s_wrong_configuration_is_one_line(config: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"give one|no key 'top_k'; it takes url"):
-        SearchTool(config)
+@pytest.mark.parametrize("config", [{}, {"url": "http://h/retrieve", "corpus": "c"}, {"url": "http://h/r", "top_k": 3}])
+def test_a_tool_s_wrong_configuration_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(json.dumps({"tools": [{"class_name": "search", "config": config}]}))
+    with pytest.raises(UserError, match=r"give one|unexpected keyword argument 'top_k'"):
+        load_sources(tool_config_path=str(file))
 
 
 def test_a_corpus_is_searched_in_this_process_by_one_index(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"title": "Oslo", "text": "Capital of Norway"}))
-    tool = SearchTool({"corpus": str(path), "topk": 1})
-    assert (
-        json.loads(call(tool, {"query_list": ["norway"]}).text)["result"] == 'Doc 1 (Title: "Oslo")\nCapital of Norway'
-    )
+    tool = make_search(corpus=str(path), topk=1)
+    assert json.loads(call(tool, "norway").text)["result"] == 'Doc 1 (Title: "Oslo")\nCapital of Norway'
     first, second = open_retriever(corpus=str(path)), open_retriever(corpus=str(path), topk=5)
     assert isinstance(first, LocalRetriever) and isinstance(second, LocalRetriever)
     assert first.index is second.index and (first.topk, second.topk) == (3, 5)

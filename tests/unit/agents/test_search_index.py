@@ -8,12 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import BertConfig, BertModel
 
-from tiny_reward_models import SIZE, character_tokenizer
-from valor.agents.search import index as index_module
-from valor.agents.search.index import EmbeddingIndex, open_index, read_corpus
+from valor.agents.search.index import open_index, read_corpus
 from valor.errors import UserError
 
 CITIES = {
@@ -85,44 +81,6 @@ def test_one_query_is_answered_as_it_is_among_others(corpus: Path) -> None:
     index = open_index(corpus)
     queries = ["capital", "bears of Lyon", "where lies Rome"]
     assert index.search(queries, 2) == [index.search([query], 2)[0] for query in queries]
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny random BERT whose name says that it is an e5."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-e5"
-    tokenizer = character_tokenizer(pair=True)
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **SIZE)).save_pretrained(folder)
-    return str(folder)
-
-
-def test_embeddings_are_means_of_hidden_states_and_the_inner_product_decides(
-    corpus: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index_module, "_BATCH", 3)  # several passes, with padding
-    index = open_index(corpus, embeddings=encoder)
-    assert isinstance(index, EmbeddingIndex)
-    hf, tokenizer = BertModel.from_pretrained(encoder), character_tokenizer(pair=True)
-
-    def vector(text: str) -> torch.Tensor:
-        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=64)["input_ids"]
-        with torch.no_grad():
-            mean = hf(ids).last_hidden_state[0].mean(0)
-        return mean / mean.norm()
-
-    for query in ("capital of Italy", "bears"):
-        scores = torch.stack([vector(f"passage: {text}") for text in CONTENTS]) @ vector(f"query: {query}")
-        found = index.search([query], 2)[0]
-        assert [d.contents for d in found] == [CONTENTS[i] for i in scores.topk(2).indices]
-        torch.testing.assert_close(torch.tensor([d.score for d in found]), scores.topk(2).values, atol=1e-5, rtol=0)
-
-
-def test_an_encoder_that_is_not_there_is_one_line(corpus: Path) -> None:
-    with pytest.raises(UserError, match="no model directory '/no/such/model'"):
-        open_index(corpus, embeddings="/no/such/model")
 
 
 def test_questions_find_their_passages(shared_dir: Path) -> None:

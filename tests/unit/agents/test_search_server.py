@@ -46,7 +46,7 @@ def server(corpus: Path) -> Iterator[str]:
         env={**os.environ, "TOWN_KEY": KEY},
     )
     assert process.stdout is not None
-    ready = re.match(r"(http://127\.0\.0\.1:\d+/retrieve): 6 documents by bm25, ready after", process.stdout.readline())
+    ready = re.match(r"(http://127\.0\.0\.1:\d+/retrieve): 6 documents, ready after", process.stdout.readline())
     assert ready, process.communicate()[1]
     yield ready[1]
     process.send_signal(signal.SIGINT)
@@ -90,15 +90,15 @@ def test_skyrl_s_request(server: str) -> None:
         (b"[" * 100_000, 400, "not JSON"),
         ([], 400, "object"),
         ({}, 400, "queries"),
-        ({"queries": "one"}, 400, "list of texts"),
-        ({"queries": [1]}, 400, "list of texts"),
+        ({"queries": "one"}, 400, "queries: Input should be a valid list"),
+        ({"queries": [1]}, 400, "queries.0: Input should be a valid string"),
         ({"queries": ["\ud800"]}, 400, "no text"),
         ({"queries": ["a"], "topk": 0}, 400, "topk"),
         ({"queries": ["a"], "topk": MAX_TOPK + 1}, 400, "topk"),
         ({"queries": ["a"], "topk": True}, 400, "topk"),
         ({"queries": ["a"], "return_scores": "yes"}, 400, "return_scores"),
-        ({"queries": ["a"] * (MAX_QUERIES + 1)}, 413, "queries"),
-        ({"queries": ["a" * 10_001]}, 413, "characters"),
+        ({"queries": ["a"] * (MAX_QUERIES + 1)}, 400, "at most 8192 items"),
+        ({"queries": ["a" * 10_001]}, 400, "at most 10000 characters"),
         (b" " * (16 * 2**20 + 1), 413, "bytes"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_search_needs_the_key_and_the_right_method(server: str) -> None:
     assert httpx2.post(server, json={"queries": ["a"]}).status_code == 401
     assert httpx2.get(server).status_code == 405
     health = httpx2.get(server.replace("/retrieve", "/health")).json()
-    assert health == {"status": "ok", "index": "bm25", "documents": 6}
+    assert health == {"status": "ok", "documents": 6}
 
 
 @pytest.mark.slow
@@ -139,11 +139,11 @@ def test_the_client_is_answered_as_in_this_process(server: str, corpus: Path, mo
 )
 def test_no_request_is_more_than_refused(body: bytes) -> None:
     try:
-        _, topk, _ = parse_question(parse_object(body), 3)
+        question = parse_question(parse_object(body))
     except Refused as refusal:
-        assert refusal.status in (400, 413) and "\n" not in str(refusal)
+        assert refusal.status == 400 and "\n" not in str(refusal)
     else:
-        assert 1 <= topk <= MAX_TOPK
+        assert question.topk is None or 1 <= question.topk <= MAX_TOPK
 
 
 @pytest.mark.parametrize(

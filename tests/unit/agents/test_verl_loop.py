@@ -8,7 +8,7 @@ import pytest
 from threaded_engine import echo
 
 from valor.agents.loops import Limits, Task
-from valor.agents.verl_loop import AgentLoopBase, AgentLoopOutput, VerlLoop, _Server
+from valor.agents.verl_loop import AgentLoopBase, AgentLoopOutput, VerlLoop, _ServerManager
 from valor.rollout.base import Output, Request, SamplingParams, Span
 
 TASK = Task((7, 1, 3), [1, 2], SamplingParams(max_tokens=5), {"extra_info": {}})
@@ -20,7 +20,7 @@ def server(asked):
         await asyncio.sleep(0)
         return echo(Request("", prompt_ids, params, seed))
 
-    return _Server(TASK, generate, 10)
+    return _ServerManager(TASK, generate, 10)
 
 
 def test_calls_at_the_same_time_draw_other_numbers():
@@ -74,7 +74,7 @@ def sampling(*outputs):
         tokens, log_probs, spans = next(left)
         return Output("", tokens, log_probs, "stop", spans)
 
-    return _Server(TASK, generate, 100)
+    return _ServerManager(TASK, generate, 100)
 
 
 def asked(one, *prompts):

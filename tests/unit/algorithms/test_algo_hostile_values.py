@@ -10,7 +10,7 @@ from torch import Tensor
 from valor import algorithms
 from valor.algorithms.kl import KL_KINDS
 from valor.algorithms.registry import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES
-from valor.models.token_log_probs import HeadProduct, log_probs_from_logits, token_log_probs
+from valor.models.token_log_probs import HeadProduct, token_log_probs
 
 GAPS = (100.0, -100.0, 1e4, -1e4, -math.inf, 21.0, -21.0, 0.0)
 FILLERS = (math.nan, math.inf, -math.inf, 1e30)
@@ -140,7 +140,7 @@ def test_tokens_that_are_ruled_out_add_nothing_to_entropy_and_kl(plain):
     other, targets = draw(7, 4, seed=2), torch.tensor([0, 1, 3])
     if plain:
         logits, ref = hidden @ weight.T + bias, hidden.detach() @ other.T + bias
-        found = log_probs_from_logits(logits, targets, with_entropy=True, ref_logits=ref)
+        found = token_log_probs(HeadProduct(logits), targets, with_entropy=True, reference=HeadProduct(ref))
     else:
         reference = HeadProduct(hidden.detach(), other, bias)
         found = token_log_probs(HeadProduct(hidden, weight, bias), targets, with_entropy=True, reference=reference)

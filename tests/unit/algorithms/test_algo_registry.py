@@ -132,7 +132,7 @@ def test_capabilities_are_data() -> None:
     assert {name for name, one in table.items() if one.min_group_size < 2} == alone
     assert all(one.natural_loss in algorithms.POLICY_LOSSES for one in table.values())
     assert table["gpg"].natural_loss == "gpg"
-    assert table["grpo"].given() == [("min_group_size", 2)]
+    assert table["grpo"].needs() == [("min_group_size", 2)]
 
 
 def test_the_description_names_everything() -> None:

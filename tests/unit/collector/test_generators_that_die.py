@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from valor.agents.episode import Episode, episode_rows
-from valor.collector.ahead import SamplesAhead
+from valor.collector.ahead import PromptSupply
 from valor.collector.generation import Generation
 from valor.collector.grading import Grading
-from valor.collector.supply import BatchesAhead
+from valor.collector.supply import BatchSupply
 from valor.config import PPOConfig, load
 from valor.controller.group import Pools, WorkerGroup
 from valor.controller.placement import Placement, ResourcePool
@@ -23,7 +23,6 @@ from valor.errors import WorkerDied, WorkersReplaced
 from valor.rollout.base import Output, Span
 from valor.tracking.metrics import Timer
 from valor.workers.actor import ActorWorker
-from valor.workers.ahead import Begin, Drop, Pause, Played
 from valor.workers.host import RoleSpec
 from valor.workers.rollout import RolloutWorker
 
@@ -99,7 +98,7 @@ class Process(WorkerGroup):
     def _sleep(self):
         pass
 
-    def _generate(self, prompts, params):
+    def _generate(self, prompts, params, sink=None):
         keys = [tuple(key) for key in prompts["episode_key"].tolist()]
         while keys[0][1] >= self.held:
             self._live()
@@ -111,14 +110,14 @@ class Process(WorkerGroup):
             self._live()
             for message in feed(0):
                 match message:
-                    case Begin(tasks, attempt):
+                    case ("add", tasks, attempt):
                         self._under_way |= {task.key: attempt for task in tasks}
-                    case Drop(keys):
+                    case ("drop", keys):
                         self._under_way = {key: at for key, at in self._under_way.items() if key not in keys}
-                    case Pause():
-                        return
+                    case ("pause",):
+                        return 1.0, 0.5
             for key in [key for key in self._under_way if key[1] < self.held]:
-                sink(Played(self._answer(key), self._under_way.pop(key)))
+                sink((self._answer(key), self._under_way.pop(key)))
             time.sleep(0.001)
 
     def _answer(self, key):
@@ -181,10 +180,10 @@ class Run:
 def test_one_that_dies_in_a_validation(last):
     """It has the second draw in flight, which the last step would wait for for ever. At the end nobody has sent its
     successor weights: it would answer by those of the model's files."""
-    with closing(Run(SamplesAhead, 3)) as run:
+    with closing(Run(PromptSupply, 3)) as run:
         run.generator.held = 2
         run.take()
-        with run.supply.standing():
+        with run.supply.paused():
             if not last:
                 run.generator.die()
             run.supply.generation.weights.publish()
@@ -199,9 +198,9 @@ def test_one_that_dies_in_a_validation(last):
 
 def test_one_that_has_died_before_a_step_without_a_transfer():
     """One generation goes on in its place: nothing would end a second one, for which the next pause would wait."""
-    with closing(Run(SamplesAhead, 4, "trainer.v1.separate_async.parameter_sync_step=2")) as run:
+    with closing(Run(PromptSupply, 4, "trainer.v1.separate_async.parameter_sync_step=2")) as run:
         run.take_around_a_death()
-        with run.supply.standing():
+        with run.supply.paused():
             pass
         run.take()
         run.take()
@@ -210,7 +209,7 @@ def test_one_that_has_died_before_a_step_without_a_transfer():
 
 def test_a_batch_is_drawn_again_once():
     prescribed = "trainer.v1.deterministic=true", "trainer.v1.sampler.max_off_policy_threshold=1"
-    with closing(Run(BatchesAhead, 3, *prescribed)) as run:
+    with closing(Run(BatchSupply, 3, *prescribed)) as run:
         run.take_around_a_death()
         run.take()
         run.assert_each_prompt_once()
@@ -218,7 +217,7 @@ def test_a_batch_is_drawn_again_once():
 
 
 def test_one_in_the_trainers_processes_whose_server_is_started_anew():
-    with closing(Run(SamplesAhead, 3, mode="colocate_async")) as run:
+    with closing(Run(PromptSupply, 3, mode="colocate_async")) as run:
         run.generator.held = 2
         run.take()
 

@@ -72,7 +72,7 @@ def test_an_episode_is_graded_once_when_it_ends_whatever_the_order():
     for number, length in ((2, 2), (0, 3)):
         sink(episode(number, length))
     assert graders.asked == ["xx", "xxx"]
-    assert [r.score for r in grading.training(batch)] == [3.0, 1.0, 2.0]
+    assert [r.score for r in grading.training(batch).results] == [3.0, 1.0, 2.0]
     assert graders.asked == ["xx", "xxx", "x"]
 
 
@@ -83,15 +83,15 @@ def test_two_generations_at_the_same_time_do_not_mix():
     sinks = grading.sink(first), grading.sink(second)
     sinks[1](Episode((0, 2, 0), episode(0, 2).turns, "stop"))
     sinks[0](episode(0, 3))
-    assert [r.score for r in grading.training(second)] == [2.0, 4.0]
-    assert [r.score for r in grading.training(first)] == [3.0, 1.0]
+    assert [r.score for r in grading.training(second).results] == [2.0, 4.0]
+    assert [r.score for r in grading.training(first).results] == [3.0, 1.0]
 
 
 def test_another_text_under_the_same_key_is_graded_for_itself():
     grading = Grading(PPOConfig(), inputs_with(Graders()), {})
     batch = batch_of([3])
     grading.sink(batch)(episode(0, 5))
-    assert [r.score for r in grading.training(batch)] == [3.0]
+    assert [r.score for r in grading.training(batch).results] == [3.0]
 
 
 def test_a_source_without_a_grader_waits_for_the_batch():
@@ -108,8 +108,7 @@ def test_an_episode_that_could_not_be_played_is_an_error_whoever_would_have_judg
     grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
     batch = batch_of([3, 1], ["unknown", "unknown"])
     batch.objects |= {"outcome": [None, None], "episode_error": [None, "EpisodeFailed: the tool is gone"]}
-    for judge in (grading.training, grading.validation):
-        results = judge(batch)
+    for results in (grading.training(batch).results, grading.validation(batch)):
         assert [r.error for r in results] == [None, "EpisodeFailed: the tool is gone"]
         assert [r.score for r in results] == [0.7, -1.0]
 
@@ -134,12 +133,12 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
         return futures
 
     graders.submit_all = submit_all
-    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10])).results
     assert [r.score for r in out] == [1.0, 0.5, -2.0]
     assert [r.components["overlong_reward"] for r in out] == [0.0, -0.5, -2.0]
     assert [r.correct for r in out] == [True, True, False] and out[0].components["pred"] == "7"
     config["reward"] = reward | {"reward_manager": {"name": "naive"}}
-    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10])).results
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
 
 
@@ -156,7 +155,10 @@ def graded_with(*steps, mask=None):
         return futures
 
     graders.submit_all = submit_all
-    return batch, Grading(PPOConfig(), inputs_with(graders), {}).training(batch)
+    columns = set(batch.tensors)
+    results, added = Grading(PPOConfig(), inputs_with(graders), {}).training(batch)
+    assert set(batch.tensors) == columns  # grading changes nothing
+    return batch.union(Batch(added)), results
 
 
 def test_steps_are_part_of_the_score_and_lie_where_they_were_earned():

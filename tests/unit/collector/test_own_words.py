@@ -24,7 +24,7 @@ from valor.lab.arithmetic import make_tokenizer
 from valor.rewards.custom import CustomFunction
 from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Grading as Worker
-from valor.rewards.worker import RewardResult, Sample, WorkerSetup
+from valor.rewards.worker import RewardResult, Sample
 from valor.rollout.base import Output, SamplingParams, Span
 from valor.user_files import pickled
 
@@ -86,13 +86,13 @@ class Graders:
     one_by_one = grades_everything = True
 
     def __init__(self, custom: CustomFunction | None = None) -> None:
-        self.worker: Any = Worker(WorkerSetup(custom, 0.0, 8.0, None))
+        self.worker: Any = Worker(custom, 0.0)
         self.graded: list[Sample] = []
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
         self.graded.append(sample)
         future: Future[RewardResult] = Future()
-        future.set_result(self.worker.one(pickle.dumps(sample)))
+        future.set_result(self.worker.grade(pickle.dumps(sample)))
         return future
 
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
@@ -123,7 +123,7 @@ def graded(episode: Episode, source: str, truth: Any, extra: dict[str, Any], cus
             sink = grading.sink(batch)
             assert sink is not None
             sink(episode)
-        results += grading.training(batch)
+        results += grading.training(batch).results
         assert len(graders.graded) == 1
     assert results[0]._replace(seconds=0.0) == results[1]._replace(seconds=0.0)
     return results[0]
@@ -180,9 +180,9 @@ def test_functions_of_the_users_own(loop: ToolLoop, tmp_path: Path) -> None:
     assert read("plain") == "So:\nI say 9"
     assert read("whole") == decode([episode.response_ids])[0]
     assert read("whole", kwargs={"transcript": "x"}) == "x"
-    worker = Worker(WorkerSetup(CustomFunction(str(path), "batches", whole_batch=True), 0.0, 8.0, None))
+    worker = Worker(CustomFunction(str(path), "batches", whole_batch=True), 0.0)
     samples = [Sample("s", "a", None), Sample("s", "b", None, None, ["b"], "said b")]
-    found: Any = worker.one(pickle.dumps(samples))
+    found: Any = worker.grade(pickle.dumps(samples))
     assert [result.components["read"] for result in found] == ["a", "said b"]
 
 
@@ -194,16 +194,16 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     inputs: Any = SimpleNamespace(
         rewards=Graders(CustomFunction(str(path), "steps")), has_grader=lambda source: True, decode=decode, judge=None
     )
-    (result,) = Grading(PPOConfig(), inputs, ROLES).training(batch)
+    (result,), columns = Grading(PPOConfig(), inputs, ROLES).training(batch)
     assert result.error is None and result.score == 0.75
-    (row,) = batch["step_rewards"].tolist()
+    (row,) = columns["step_rewards"].tolist()
     texts = [decode([batch["responses"][0, : i + 1].tolist()])[0] for i in range(len(row))]
     assert [texts[i][-1] for i, reward in enumerate(row) if reward] == ["o", "9"]
     result = graded(episode, "mine", None, {}, CustomFunction(str(path), "steps"))
     assert result.score == 0.75
     inputs.rewards = Graders(CustomFunction(str(path), "outside"))
     config = PPOConfig.model_validate({"reward": {"max_error_ratio": 1.0}})
-    (result,) = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
+    (result,), _ = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
     size = len("\n".join(episode.turn_texts_by(decode)))
     assert result.error == f"step_rewards: there are no characters 0 to 99 in a response of {size}"
 

@@ -1,18 +1,19 @@
 """Null means: the value of the key that the field names."""
 
+import re
+
 import pytest
 
 from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
-from valor.config.tree import REFERENCE, fill_inherited, lookup, plain_keys, schema
+from valor.config.inheritance import fill_inherited, inherited_from, lookup, single_source
+from valor.config.tree import fields, flatten, get_at, schema
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
 def test_every_source_is_a_key(root):
-    for key in plain_keys(root):
-        source = key.inherits
-        if source is not None:
-            sources = REFERENCE.findall(source) if "${" in source else [source]
-            assert all(one in schema(root) for one in sources), f"{key.name} inherits from {source}"
+    for key in fields(root).values():
+        for source in re.findall(r"\$\{(.*?)\}", inherited_from(key) or ""):
+            assert source in fields(root), f"{key.name} inherits from {source}"
 
 
 def test_a_chain_is_followed_to_its_end():
@@ -80,3 +81,21 @@ def test_filling_leaves_the_given_tree_alone():
     assert filled["actor_rollout_ref"]["actor"]["loss_scale_factor"] == 5
     assert lookup(PPOConfig, tree, "actor_rollout_ref.actor.loss_scale_factor") == 5
     assert lookup(PPOConfig, tree, "no.such.key") is None
+
+
+def test_what_follows_is_no_key_and_has_its_sources_value():
+    following = [key for key in fields(PPOConfig).values() if key.declared("hidden")]
+    assert len(following) > 40 and not {key.name for key in following} & schema(PPOConfig).keys()
+    actor = {"fsdp_config": {"fsdp_size": 4, "param_offload": True}, "use_dynamic_bsz": True, "strategy": "megatron"}
+    actor["megatron"] = {"context_parallel_size": 2}
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": actor}})
+    ref, critic = config.actor_rollout_ref.ref, config.critic
+    assert ref.fsdp_config.fsdp_size == critic.fsdp_config.fsdp_size == 4
+    assert (ref.strategy, ref.max_rows, ref.megatron.sizes["context"]) == ("megatron", None, 2)
+    assert config.actor_rollout_ref.actor.megatron.param_offload and not ref.megatron.param_offload
+    for key in following:
+        source = single_source(key)
+        assert source is None or get_at(config, key.name) == get_at(config, source), key.name
+    dumped = flatten(config.model_dump())
+    assert not any(key.name in dumped for key in following)
+    assert PPOConfig.model_validate(config.model_dump()) == config

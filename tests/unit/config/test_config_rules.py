@@ -13,8 +13,9 @@ from valor.config import (
     inert_settings,
     load,
 )
+from valor.config.inheritance import absolute
 from valor.config.loading import conditions
-from valor.config.tree import absolute, plain_keys, schema
+from valor.config.tree import plain_keys, schema
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
 MASK = ["algorithm.reward_mask_type=bernoulli"]
@@ -63,10 +64,9 @@ def test_a_rule_is_not_about_the_key_that_it_asks():
         ("reward.num_workers=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
         ("reward.timeout=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
         ("reward.reward_model.judge.timeout=2", RM, "judge.url is not set"),
-        ("reward.reward_model.fsdp_config.optimizer_offload=true", RM, "no optimizer"),
         ("algorithm.rollout_correction.loss_type=reinforce", [], "with rollout_correction.bypass_mode=false"),
         ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1", [], "is in the actor's proc"),
-        ("actor_rollout_ref.actor.optim.num_cycles=1", [], "with optim.lr_scheduler_type=constant"),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=1", [], "with optim.lr_scheduler_type=constant"),
     ],
 )
 def test_rules_that_do_not_hold(key, argv, reason):
@@ -90,11 +90,12 @@ def test_every_condition_and_pattern_is_about_something_in_a_tree(root):
     for key in keys:
         for condition, _, place in conditions(root, key):
             for one in condition.split(" or "):
-                asked = [tree for tree in ROOTS if one == "never" or resolves(tree, named(one, place))]
-                assert asked, f"{place}: {condition}"
+                asked = named(one, place)
+                known = asked == "strategy" or any(resolves(tree, asked) for tree in ROOTS)  # SFT has one engine
+                assert known, f"{place}: {condition}"
     for patterns in root().unused().values():
         for pattern in patterns.split():
-            assert any(fnmatchcase(key, pattern) for key in keys), pattern
+            assert any(fnmatchcase(key, pattern.removeprefix("!")) for key in keys), pattern
 
 
 def test_keys_that_act_are_not_listed():
@@ -117,11 +118,11 @@ def test_a_server_that_keeps_its_weights():
 
 
 def test_number_of_keys_stays_readable():
-    assert len(plain_keys(PPOConfig)) < 420
+    assert len(plain_keys(PPOConfig)) <= 334
 
 
 def test_a_reference_without_weights_of_its_own_has_no_precision():
-    argv = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float32"]
+    argv = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16"]
     loaded = load([*argv, "actor_rollout_ref.model.lora_rank=8"])
     [(key, reason)] = inert_settings(loaded.config, loaded.explicit_keys).items()
     assert key == argv[1].partition("=")[0] and reason.endswith("the actor without its adapters")

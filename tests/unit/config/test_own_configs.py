@@ -38,7 +38,11 @@ def test_the_plan_says_what_came_from_a_preset(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
-        ("actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=2", "ref.ulysses_sequence_parallel_size", 2),
+        (
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+            "ref.ulysses_sequence_parallel_size",
+            2,
+        ),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16", "ref.fsdp_config.model_dtype", "bfloat16"),
         ("+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "actor.fsdp_config.dtype", "float32"),
     ],

@@ -98,24 +98,6 @@ def test_split_is_balanced_by_tokens():
     assert work == [10, 10]
 
 
-@pytest.mark.parametrize("world_size", [2, 300])
-def test_rows_are_split_once_for_calls_that_read_the_same(monkeypatch, world_size):
-    asked = []
-
-    def noted(*given):
-        asked.append(given)
-        return split_rows(*given)
-
-    monkeypatch.setattr("valor.controller.group.split_rows", noted)
-    batch, doubler = batch_of([3, 1, 4, 1, 5, 9]), Threads(world_size)["doubler"]
-    later = batch.union(Batch({"values": torch.ones(6)}))  # what a pass has added
-    assert doubler.double(batch)["y"].tolist() == doubler.double(later)["y"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert len(asked) == 1
-    turned = batch.take([5, 4, 3, 2, 1, 0])
-    assert doubler.double(turned)["y"].tolist() == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0] and len(asked) == 2
-    assert doubler.who(turned)["rank"].numel() == 6 and len(asked) == 3  # which keeps the rows of a prompt together
-
-
 def grouped_batch(groups: int, size: int, prompt: int, response: int) -> Batch:
     prompts = torch.arange(groups * prompt).view(groups, prompt).repeat(size, 1)  # rows of a group far apart
     lengths = {"prompt_lengths": prompt, "response_lengths": response}

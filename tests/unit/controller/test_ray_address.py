@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from valor.controller.ray_group import _require_cluster
+from valor.controller.cluster import _require_cluster
 from valor.errors import UserError
 
 
@@ -14,11 +14,10 @@ def dead() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("form", ["{}", "ray://{}", "http://{}", "auto", "nonsense", "127.0.0.1", "127.0.0.1:port"])
+@pytest.mark.parametrize("form", ["{}", "ray://{}", "http://{}", "nonsense", "127.0.0.1", "127.0.0.1:port"])
 @pytest.mark.parametrize("variable", [True, False])
 def test_nothing_answers(form, variable, dead, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda address: dead)
     address = form.format(dead)
     if variable:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -33,4 +32,5 @@ def test_something_answers_or_none_is_joined(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         _require_cluster(f"127.0.0.1:{server.getsockname()[1]}")
-    _require_cluster("local")
+    for address in ("local", "auto", None):
+        _require_cluster(address)

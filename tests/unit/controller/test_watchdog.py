@@ -5,7 +5,7 @@ import os
 import pytest
 import ray
 
-from valor.controller.watchdog import start_ray
+from valor.controller.cluster import start_ray
 from valor.errors import TrainingStopped
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from valor.data.files import read_rows
 from valor.data.prepare import main, script
-from valor.data.recipes.catalogue import RECIPES
+from valor.data.recipes import RECIPES
 from valor.errors import UserError
 from valor.rewards import compute_score
 from valor.rewards.registry import find_grader
@@ -54,11 +54,11 @@ def test_gsm8k(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "split": "train", "index": 0, "question": "A train question?", "answer": "First <<1+1=2>>2.",
     }  # fmt: skip
     assert read_rows(out / "test.parquet")[0].ground_truth == "-3"
-    options = ["--data-source", "openai/gsm8k-flexible", "--template", "Q: {question}", "--system", "Be brief."]
+    options = ["--data-source", "openai/gsm8k-flexible", "--template", "Q: {question}"]
     assert main(["gsm8k", "--out", str(out), "--local", *given(gsm8k), *options]) == 0
     (row,) = read_rows(out / "train.parquet")
     assert row.data_source == "openai/gsm8k-flexible"
-    assert [m["content"] for m in row.messages] == ["Be brief.", "Q: A train question?"]
+    assert [m["content"] for m in row.messages] == ["Q: A train question?"]
 
 
 def test_a_script_with_verls_flags(gsm8k: Path, tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_a_script_with_verls_flags(gsm8k: Path, tmp_path: Path) -> None:
 def test_every_script_names_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr("valor.data.prepare.script", lambda name, argv=None: called.append(name) or 0)
-    for path in sorted(SCRIPTS.glob("*.py")):
+    for path in sorted({*SCRIPTS.glob("*.py")} - {SCRIPTS / "check.py"}):
         monkeypatch.setattr(sys, "argv", [str(path), "--split", "rm"])
         with pytest.raises(SystemExit):
             runpy.run_path(str(path), run_name="__main__")
         assert called[-1] in RECIPES, path
-    assert set(called) >= {"gsm8k", "math", "math500", "aime", "amc", "dapo_math", "hh_rlhf", "ultrafeedback", "mmlu"}
+    assert set(called) >= {"gsm8k", "math", "math500", "dapo_math", "hh_rlhf", "ultrafeedback"}
 
 
 def test_the_hh_script_makes_what_verls_split_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_your_own_messages_and_a_held_out_test_set(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    assert main([*argv, "--test-size", "2", "--template", "{question}!", "--system", "not added to another one"]) == 0
+    assert main([*argv, "--test-size", "2", "--template", "{question}!"]) == 0
     splits = [read_rows(tmp_path / f"{split}.parquet") for split in ("train", "test")]
     assert [len(rows) for rows in splits] == [8, 2]
     assert sorted(r.messages[1]["content"] for rows in splits for r in rows) == [f"Q{i}!" for i in range(10)]

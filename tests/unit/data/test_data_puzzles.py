@@ -7,7 +7,7 @@ import pytest
 
 from valor.data.build import Request, prepare
 from valor.data.files import read_rows
-from valor.data.recipes.catalogue import find_recipe
+from valor.data.recipes import find_recipe
 from valor.errors import UserError
 from valor.rewards.countdown import evaluate
 

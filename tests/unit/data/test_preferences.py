@@ -54,9 +54,9 @@ def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
 
 
 def test_columns_may_have_other_names(tmp_path):
-    row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "set": "x"}
+    row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "source": "x"}
     keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse"}
-    (pair,) = read(write(tmp_path / "p.jsonl", row), source_key="set", margin_key="strength", **keys)
+    (pair,) = read(write(tmp_path / "p.jsonl", row), margin_key="strength", **keys)
     assert (pair.chosen, pair.rejected, pair.source, pair.margin) == (GOOD, {**BAD, "content": ""}, "x", 2)
 
 

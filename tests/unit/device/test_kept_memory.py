@@ -24,7 +24,7 @@ _HERE = "print(faults())"
 _UNDER_RAY = """
 import ray
 from valor.controller.placement import ResourcePool
-from valor.controller.ray_group import _start_ray
+from valor.controller.cluster import start_or_join
 
 class Host:
     def __init__(self):
@@ -33,7 +33,7 @@ class Host:
     def call(self):
         return faults()
 
-watchdog = _start_ray(ResourcePool(1, 1, "cpu", 1), {"min_cpus": 1})
+watchdog = start_or_join(ResourcePool(1, 1, "cpu", 1), {"min_cpus": 1})
 print(ray.get(ray.remote(concurrency_groups={"poll": 1})(Host).remote().call.remote()))
 ray.shutdown()
 watchdog.close()

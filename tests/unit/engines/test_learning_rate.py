@@ -62,7 +62,7 @@ def test_a_schedule_ends_with_the_last_update_of_its_role(settings, actor, criti
     config = PPOConfig.model_validate({**settings, "critic": {**settings["critic"], "optim": optim}})
     specs = role_specs(config, total_steps=8, eos_token_ids=[])
     for role, updates in (("actor", actor), ("critic", critic)):
-        assert specs[role].kwargs["total_steps"] == updates
+        assert specs[role].kwargs["facts"].learning_steps == updates
         if updates == 0:  # nothing is scheduled
             continue
         rates = [*factors(updates, **optim), lr_factor(updates, OptimConfig(**optim), updates)]

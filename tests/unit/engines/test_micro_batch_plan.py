@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,8 +45,3 @@ def test_no_two_neighbours_could_be_one(lengths, max_tokens):
     plan = plan_micro_batches(lengths, max_tokens=max_tokens)
     for group, _ in pairwise(plan):
         assert (len(group) + 1) * lengths[group[0]] > max_tokens
-
-
-def test_bounds_below_one_are_refused():
-    with pytest.raises(ValueError, match="max_tokens"):
-        plan_micro_batches([1], max_tokens=0)

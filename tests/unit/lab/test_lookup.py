@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from valor.agents.agents import Agents
 from valor.agents.chat import Chat
+from valor.agents.episode import episode_rows
 from valor.agents.loops import Task
 from valor.agents.search.index import open_index
 from valor.config import PPOConfig, SFTConfig, load
@@ -124,7 +125,7 @@ def test_demonstrations_have_the_tokens_and_the_mask_of_the_episodes_that_they_s
         prompt = Chat(tokenizer).ids(Chat(tokenizer).render(messages[:1]))
         row = {"extra_info": {}, "messages": messages[:1]}
         task = Task((0, 0, i), prompt, SamplingParams(max_tokens=config.data.max_response_length), row)
-        rows = agents.play(Teacher(Chat(tokenizer), said), [task])
+        rows = episode_rows(agents.runner().run(Teacher(Chat(tokenizer), said), [task]))
         assert rows.objects["finish_reason"] == ["stop"]
         demonstrated = shown[i]
         assert demonstrated.tokens.tolist() == [*prompt, *rows["responses"][0].tolist()]

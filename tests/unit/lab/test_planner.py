@@ -30,7 +30,7 @@ def seven(tmp_path_factory):
 
 
 def cuda(gpus, memory):
-    return Machine("cuda", gpus, memory * GIB, 3e14, 2e12)
+    return Machine("cuda", gpus, memory * GIB)
 
 
 def config(model, *overrides):
@@ -61,21 +61,15 @@ def test_a_large_model_by_hand(seven):
     """7.6e9 weights in float32 with two moments: 85 GiB, an eighth on each of eight GPUs."""
     weights = shape_of(BackboneConfig(path=str(seven))).weights
     assert weights == 7_615_616_512  # as its card says
-    found = estimate(config(seven, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"), cuda(8, 80))
-    assert found.resident["actor"] == weights * 12 / 8
-    update = next(phase for phase in found.phases if phase.name == "actor.update")
-    assert update.parts["gradients"] == weights * 4 / 8
-    assert found.tokens == 64 * 4 * 1024
-    # The table of embeddings is only read; a prompt of 512 tokens is computed once for its four responses of 512.
-    products, tokens = weights - 152_064 * 3_584, 64 * (512 + 4 * 512)
-    assert update.seconds == pytest.approx(8 * products * tokens / 8 / 3e14)
+    expected = estimate(config(seven, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"), cuda(8, 80))
+    assert expected.resident["actor"] == weights * 12 / 8
+    assert expected.phases["update_actor"]["gradients"] == weights * 4 / 8
     roles = ("actor_rollout_ref.actor", "critic")
     kinds = ("param_offload", "optimizer_offload")
     offloaded = config(seven, *(f"{role}.fsdp_config.{kind}=true" for role in roles for kind in kinds))
-    found = estimate(offloaded, cuda(8, 80))
-    assert found.resident["actor"] == found.resident["critic"] == 0
-    update = next(phase for phase in found.phases if phase.name == "actor.update")
-    assert update.parts["weights and optimizer, back"] == weights * 12 / 8
+    expected = estimate(offloaded, cuda(8, 80))
+    assert expected.resident["actor"] == expected.resident["critic"] == 0
+    assert expected.phases["update_actor"]["weights and optimizer, back"] == weights * 12 / 8
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
     given = [f"actor_rollout_ref.model.path={seven}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert cli.main(["plan", "--gpus", "8", "--memory", "80", *given]) == 0
     said = capsys.readouterr().out
-    assert said.endswith("it fits\n") and "8 x GPU (80.0 GiB)" in said and "actor.update" in said
+    assert said.endswith("it fits\n") and "8 x GPU (80.0 GiB)" in said and "update_actor" in said
     assert cli.main(["plan", "--gpus", "4", "--memory", "40", *given]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("it does not fit in ") and "fsdp_config." in said
@@ -106,39 +100,56 @@ def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
 def test_generation_on_a_cpu_has_a_second_copy_of_what_it_multiplies_with(seven):
     """In the layout of its processor; the table of embeddings, which is only read, stays as it is."""
     given = config(seven, "actor_rollout_ref.actor.fsdp_config.dtype=float32")
-    here, there = (estimate(given, one).phases[0] for one in (Machine("cpu", 2, 64 * GIB, 1e11, 1e10), cuda(2, 80)))
-    assert here.parts["weights, packed"] == 4 * (7_615_616_512 - 152_064 * 3_584)
-    assert "weights, packed" not in there.parts
+    here, there = (
+        estimate(given, machine).phases["generate"] for machine in (Machine("cpu", 2, 64 * GIB), cuda(2, 80))
+    )
+    assert here["weights, packed"] == 4 * (7_615_616_512 - 152_064 * 3_584)
+    assert "weights, packed" not in there
 
 
-def test_nodes_and_rates(seven, capsys):
+@pytest.mark.parametrize(
+    ("settings", "phases"),
+    [
+        (["algorithm.adv_estimator=grpo"], ["generate", "update_actor"]),
+        (
+            ["algorithm.use_kl_in_reward=true"],
+            ["generate", "values", "old_log_prob", "ref", "update_critic", "update_actor"],
+        ),
+        (["algorithm.rollout_correction.bypass_mode=true"], ["generate", "values", "update_critic", "update_actor"]),
+        (["actor_rollout_ref.rollout.nnodes=1"], ["values", "update_critic", "update_actor"]),
+        (["actor_rollout_ref.rollout.name=server"], ["values", "update_critic", "update_actor"]),
+    ],
+)
+def test_the_phases_are_those_of_the_run(seven, settings, phases):
+    if "server" in settings[0]:
+        settings = [*settings, "actor_rollout_ref.rollout.server.base_url=http://localhost:1"]
+    assert list(estimate(config(seven, *settings), cuda(8, 80)).phases) == phases
+
+
+def test_nodes(seven, capsys):
     def said(*arguments):
         assert cli.main(["plan", *arguments, f"actor_rollout_ref.model.path={seven}"]) in (0, 1)
         return capsys.readouterr().out
 
     assert said("--gpus", "8", "--nodes", "2").startswith("memory of each of 16 x GPU (80.0 GiB)")
     assert said("--gpus", "8", "trainer.nnodes=3").startswith("memory of each of 24 x GPU (80.0 GiB)")
-    assert "at 0.25 TFLOP/s and 7 GB/s" in said("--tflops", "0.25", "--bandwidth", "7")
 
 
 def test_mistakes_are_one_line(capsys, seven):
     assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.model.path=/nowhere"]) == 2
     assert capsys.readouterr().err == "there is no model directory '/nowhere'\n"
-    assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.rollout.nnodes=1"]) == 2
-    assert "leave out the pool rollout" in capsys.readouterr().err
     at = f"actor_rollout_ref.model.path={seven}"
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[nope]"]
     for arguments, told in {
         ("--gpus", "0", at): "'--gpus': 0 is not in the range x>=1",
         ("--gpus", "8", "--nodes", "0", at): "'--nodes': 0 is not in the range",
         ("--gpus", "8", "--memory", "-3", at): "'--memory': -3.0 is not in the range x>0",
-        ("--gpus", "8", "--tflops", "0", at): "'--tflops': 0.0 is not in the range x>0",
         ("--gpus", "8", at, "actor_rollout_ref.actor.strategy=megatron"): "leave out strategy=megatron",
         (
             "--gpus",
             "8",
             at,
-            "critic.fsdp_config.fsdp_size=3",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=3",
         ): "fsdp_config.fsdp_size=3 does not divide the 8 processes",
         ("--gpus", "8", at, *lora): "model.target_modules=['nope']: Target modules",
     }.items():

@@ -221,7 +221,7 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases, tmp_path):
     tensors = load_file(folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     for change, line in (
-        ({name: torch.zeros(4, 40)}, f"its {name} has shape (4, 40), this model's (4, 32)"),
+        ({name: torch.zeros(4, 40)}, f"has {name} of shape (4, 40), this model of (4, 32)"),
         ({name.replace("1", "7", 1): torch.zeros(4, 32)}, "which this model has not"),
     ):
         save_file({**tensors, **change}, folder / "adapter_model.safetensors")

@@ -1,13 +1,10 @@
 """The report in a real browser, phone-sized and desktop-sized: it draws, it reacts, and the console stays silent."""
 
-import re
-
 import pytest
 from chromium import BROWSER, Page
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
-from valor.tracking.generations import Sample, write_samples
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,27 +54,22 @@ def test_report_opens(report, browse, width, phone, dark):
         assert page.run(f"return {shade}") != advantage
 
         # the first step has wrong answers, and those carry text that would break a careless page
-        page.run(
-            "const s = document.getElementById('sample-step'); s.value = '0'; s.dispatchEvent(new Event('change'))"
-        )
+        enter(page, "sample-step", "0", "change")
         texts = page.run("return [...document.querySelectorAll('.tokens')].map(one => one.textContent)")
         assert any(HOSTILE.strip() in text for text in texts)
         assert page.run("return window.hacked === undefined")
+        title = page.run("return document.querySelector('.tokens span').title")
+        assert (
+            title.startswith('token 1: "First"') and "advantage" in title and "value" in title and "log-prob" in title
+        )
 
-        page.run("document.querySelector('.tokens span').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
-        tip = page.run("const t = document.getElementById('tip'); return t.style.display + t.textContent")
-        assert tip.startswith('blocktoken 1: "First"') and "advantage" in tip and "value" in tip and "log-prob" in tip
-
-        # validation samples have no advantages: no colours, and the page says so
+        # validation samples have no advantages: no colours
+        page.run("document.querySelectorAll('#signals button')[0].click()")
         enter(
             page, "sample-step", page.run("return document.getElementById('sample-step').options.length - 1"), "change"
         )
-        assert page.run("return document.getElementById('scale').textContent") == "not recorded for these samples"
-        assert page.run(f"return {shade}") == "rgba(0, 0, 0, 0)"
+        assert page.run(f"return {shade}") in ("rgba(0, 0, 0, 0)", "color(srgb 0 0 0 / 0)")
 
-        enter(page, "config-filter", "optim lr_w", "input")
-        rows = page.run("return [...document.querySelectorAll('#config-table tr:not([hidden])')].map(r => r.innerText)")
-        assert len(rows) == 1 and "lr_warmup_steps" in rows[0]
         assert page.console() == []
 
 
@@ -113,8 +105,6 @@ def test_charts_stay_in_their_cards(report, browse, width):
         assert page.run(SEEN_OUTSIDE) == []
         page.wait_for("[...document.querySelectorAll('.plot')].every(p => p._fullLayout.width <= p.clientWidth + 1)")
         assert page.run(OUTSIDE) == [] and page.run("return document.documentElement.scrollWidth") <= width - 12
-        scale = page.run("return document.querySelector('.heatmaplayer').closest('.plot')._fullData[0].colorscale")
-        assert scale[0][1].replace(" ", "").startswith("#") and scale[0][1][:7] == scale[1][1][:7]  # no grey between
         assert page.console() == []
 
 
@@ -124,46 +114,24 @@ def test_an_episode_is_a_conversation(report, browse):
         page.wait_for("document.documentElement.dataset.ready === 'yes'")
         step = "[...document.getElementById('sample-step').options].find(one => one.text === 'step 31').value"
         enter(page, "sample-step", page.run(f"return {step}"), "change")
-        texts = "return [...document.querySelectorAll('{}')].map(one => one.textContent)"
-        heads = page.run(texts.format(".conversation .bubble > small"))
-        assert heads == ["policy, turn 1", "policy, turn 2 · reward -0.5", "policy, turn 3"]
-        found, failed = page.run(texts.format(".call"))
-        assert found.startswith("search(") and "410 ms" in found and HOSTILE.strip() in found
+        texts = "return [...document.querySelectorAll('#sample-list {}')].map(one => one.textContent)"
+        heads = page.run(texts.format(".bubble:not(.told) > small"))
+        assert heads == ["policy, turn 1", "policy, turn 2 · reward -0.500", "policy, turn 3"]
+        answered, failed = page.run(texts.format(".call"))
+        assert answered.startswith("search(") and "410 ms" in answered and HOSTILE.strip() in answered
         assert failed.startswith("serch({})410 ms · error: unknown")
-        assert page.run("return [...document.querySelectorAll('.call details')].map(one => one.open)") == [False, True]
         (told,) = page.run(texts.format(".told"))
         assert told.startswith("tool, ") and "Oslo is the capital" in told
-        backgrounds = "return [...document.querySelectorAll('.told .tokens span')].every(one => !one.style.background)"
-        assert page.run(backgrounds)
-        assert len(page.run(texts.format(".turned"))) == 1
-        assert "changed its mind most in turn 2" in page.run(texts.format(".mind"))[0]
+        assert page.run("return document.querySelectorAll('#sample-list .told .tokens span[style]').length") == 0
         assert "all that came before, rewritten" in page.run(texts.format(".conversation > details"))[0]
         assert page.run("return window.hacked === undefined")
-        page.run("document.querySelector('.turned').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
-        assert "value0.95" in page.run("return document.getElementById('tip').textContent")
         assert page.console() == []
-
-
-def test_tokens_are_reached_by_keyboard(report, browse):
-    with browse() as page:
-        page.open(report)
-        page.wait_for("document.documentElement.dataset.ready === 'yes'")
-        page.run("document.querySelector('.sample summary').focus()")
-        tip = "document.getElementById('tip').style.display + document.getElementById('tip').textContent"
-        for key, place in (("Tab", 1), ("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2), ("Home", 1)):
-            page.press(key)
-            assert page.run(f"return {tip}").startswith(f"blocktoken {place}: ")
-        assert page.run("return document.activeElement.getAttribute('aria-describedby')") == "tip"
-        page.press("Escape")
-        assert page.run(f"return {tip}").startswith("none")
-        page.press("Tab")  # one stop for all tokens of a response
-        assert page.run("return document.activeElement.tagName") == "SUMMARY"
 
 
 def test_without_scripts_there_are_tables(report, browse):
     with browse(scripts=False, dark=True) as page:
         page.open(report)
-        shown = [bool(page.shown(selector)) for selector in ("#panel-reward table", "#samples noscript table", ".plot")]
+        shown = [bool(page.shown(selector)) for selector in ("#panel-reward table", "#samples .tokens", ".plot")]
         assert shown == [True, True, False]
 
 
@@ -177,21 +145,6 @@ def test_a_constant_share_has_an_axis_of_shares(browse, tmp_path):
         assert page.run(f"return {axis.format('validation', 'yaxis.range')}") == pytest.approx([0, 1.1])
         assert page.run(f"return {axis.format('kl', 'yaxis.range')}") == [0, 1]
         assert page.run(f"return {axis.format('validation', 'xaxis.title.text')}") == "step"
-
-
-def test_value_strips_share_one_scale(browse, tmp_path):
-    make_run(tmp_path, steps=3)
-    whole = Sample("2+3=", ["2", "+"], 1.0, values=[0.0, 1.0])
-    noise = Sample("2+3=", ["2", "+"], 1.0, values=[0.99, 1.0])
-    for step, sample in ((1, whole), (2, whole), (3, noise)):
-        write_samples(tmp_path, step, [sample])
-    with browse() as page:
-        page.open(build_report(tmp_path))
-        page.wait_for("document.documentElement.dataset.ready === 'yes'")
-        path = page.run("return document.querySelector('.strip path').getAttribute('d')")
-        heights = [float(point.split()[1]) for point in re.findall(r"[\d.]+ [\d.]+", path)]
-        assert page.run("return document.getElementById('sample-step').selectedOptions[0].text") == "step 3"
-        assert abs(heights[0] - heights[1]) < 1  # of 42
 
 
 def test_sparse_runs_open_without_errors(browse, tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from valor.errors import UserError
-from valor.report.pictures import panel_specs, timing_spec
+from valor.report.pictures import panels, timing
 from valor.report.run_data import Series, as_series, evenly_spaced, read_run, read_samples, read_steps, thin
 from valor.tracking.generations import Sample, write_samples
 
@@ -98,14 +98,25 @@ def test_samples_are_cut_to_what_a_page_can_show(tmp_path):
     record = groups[0]["records"][0]
     assert len(record["tokens"]) == len(record["values"]) == 1500
     assert record["tokens_left_out"] == 500
-    assert "[… 1000 characters …]" in record["prompt"]
+    assert record["prompt"] == "[…] " + "p" * 6000
     assert record["reward_info"] == {"acc": 1}
+
+
+def lines(panel: dict) -> list[tuple[str, str]]:
+    """Name in the legend, and metric, of each line."""
+    return [(trace["name"], trace["curve"]) for trace in panel["traces"]]
+
+
+def seconds(metrics: dict[str, Series]) -> dict[str, list[float]]:
+    """Seconds of each phase in the bars of the timing figure."""
+    [figure] = timing(metrics)
+    return {trace["name"].rpartition(" ")[0]: trace["y"] for trace in figure["traces"]}
 
 
 def test_only_panels_with_data_are_drawn():
     ids = [
         spec["id"]
-        for spec in panel_specs(
+        for spec in panels(
             {
                 "critic/score/mean": Series([1], [0.5]),
                 "critic/vf_loss": Series([1], [None]),  # never finite: nothing to draw
@@ -115,83 +126,69 @@ def test_only_panels_with_data_are_drawn():
         )
     ]
     assert ids == ["reward", "validation", "validation-n"]
-    assert panel_specs({}) == []
+    assert [*panels({})] == []
 
 
 def test_a_line_takes_the_first_key_that_the_run_has():
-    (panel,) = panel_specs({"actor/entropy_loss": Series([1], [0.5])})
-    assert panel["lines"] == [
-        {"label": "entropy", "key": "actor/entropy_loss", "last": "0.500", "style": "solid", "color": 1}
-    ]
+    (panel,) = panels({"actor/entropy_loss": Series([1], [0.5])})
+    assert lines(panel) == [("entropy 0.500", "actor/entropy_loss")]
 
 
 def test_returns_without_a_critic_are_no_picture_of_one():
     returns, values = {"critic/returns/mean": Series([1], [0.5])}, {"critic/values/mean": Series([1], [0.4])}
-    assert panel_specs(returns) == []
-    assert [spec["id"] for spec in panel_specs(returns | values)] == ["values-returns"]
+    assert [*panels(returns)] == []
+    assert [spec["id"] for spec in panels(returns | values)] == ["values-returns"]
 
 
 def test_equal_curves_are_drawn_once():
     score = Series([1, 2], [0.5, 0.75])
-    (same,) = panel_specs({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.75])})
-    (other,) = panel_specs({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.7])})
-    assert [line["label"] for line in same["lines"]] == ["score"]
-    assert [line["label"] for line in other["lines"]] == ["score", "after shaping"]
+    (same,) = panels({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.75])})
+    (other,) = panels({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.7])})
+    assert [key for _, key in lines(same)] == ["critic/score/mean"]
+    assert [key for _, key in lines(other)] == ["critic/score/mean", "critic/rewards/mean"]
 
 
 def test_validation_labels_name_the_source_only_where_there_are_several():
     one = {"val-core/openai/gsm8k/acc/mean@4": Series([0], [0.5])}
     two = {**one, "val-core/lighteval/MATH/acc/mean@4": Series([0], [0.25])}
-    assert [line["label"] for line in panel_specs(one)[0]["lines"]] == ["mean@4"]
-    assert [line["label"] for line in panel_specs(two)[0]["lines"]] == ["MATH mean@4", "gsm8k mean@4"]
+    assert [name for name, _ in lines(next(panels(one)))] == ["mean@4 0.500"]
+    assert [name for name, _ in lines(next(panels(two)))] == ["MATH mean@4 0.250", "gsm8k mean@4 0.500"]
 
 
 def test_timing_puts_phases_in_order_and_the_rest_in_other():
-    spec = timing_spec(
-        {
-            "timing_s/step": Series([1, 2], [10.0, 12.0]),
-            "timing_s/update_actor": Series([1, 2], [3.0, 4.0]),
-            "timing_s/gen": Series([1, 2], [6.0, 5.0]),
-            "timing_s/testing": Series([2], [2.5]),
-            "timing_s/my_phase": Series([1], [0.5]),
-            "timing_s/ref": Series([1, 2], [0.0, 0.0]),
-        }
-    )
-    assert spec == {
-        "bars": ["1", "2"],
-        "phases": [
-            {"label": "generate", "seconds": [6.0, 5.0]},
-            {"label": "train actor", "seconds": [3.0, 4.0]},
-            {"label": "validate", "seconds": [0, 2.5]},
-            {"label": "my phase", "seconds": [0.5, 0]},
-            {"label": "other", "seconds": [0.5, 3.0]},
-        ],
+    metrics = {
+        "timing_s/step": Series([1, 2], [10.0, 12.0]),
+        "timing_s/update_actor": Series([1, 2], [3.0, 4.0]),
+        "timing_s/gen": Series([1, 2], [6.0, 5.0]),
+        "timing_s/testing": Series([2], [2.5]),
+        "timing_s/my_phase": Series([1], [0.5]),
+        "timing_s/ref": Series([1, 2], [0.0, 0.0]),
     }
-    assert timing_spec({"timing_s/step": Series([1], [1.0])}) is None
+    assert list(seconds(metrics).items()) == [
+        ("generate", [6.0, 5.0]),
+        ("train actor", [3.0, 4.0]),
+        ("validate", [0, 2.5]),
+        ("my phase", [0.5, 0]),
+        ("other", [0.5, 3.0]),
+    ]
+    assert [*timing({"timing_s/step": Series([1], [1.0])})] == []
+    assert [*timing({"timing_s/step": Series([1], [None]), "timing_s/testing": Series([0], [3.0])})] == []
 
 
 def test_timing_shows_what_the_step_waited_for():
     """Values took 3 s, 2.5 of them while old log-probs were computed: the bar is as high as the step is long."""
-    spec = timing_spec(
-        {
-            "timing_s/step": Series([1], [5.0]),
-            "timing_s/old_log_prob": Series([1], [4.0]),
-            "timing_s/values": Series([1], [3.0]),
-            "timing_hidden_s/values": Series([1], [2.5]),
-        }
-    )
-    assert spec is not None and {one["label"]: one["seconds"] for one in spec["phases"]} == {
-        "old log-probs": [4.0],
-        "values": [0.5],
-        "other": [0.5],
+    metrics = {
+        "timing_s/step": Series([1], [5.0]),
+        "timing_s/old_log_prob": Series([1], [4.0]),
+        "timing_s/values": Series([1], [3.0]),
+        "timing_hidden_s/values": Series([1], [2.5]),
     }
-    validated_only = {"timing_s/step": Series([1], [None]), "timing_s/testing": Series([0], [3.0])}
-    assert timing_spec(validated_only) is None
+    assert seconds(metrics) == {"old log-probs": [4.0], "values": [0.5], "other": [0.5]}
 
 
-def test_timing_of_a_long_run_adds_steps_up():
+def test_timing_of_a_long_run_shows_some_of_its_steps():
     steps = list(range(1, 301))
-    spec = timing_spec({"timing_s/step": Series(steps, [2.0] * 300), "timing_s/gen": Series(steps, [2.0] * 300)})
-    assert spec is not None
-    assert len(spec["bars"]) == 100 and spec["bars"][:2] == ["1-3", "4-6"]
-    assert spec["phases"] == [{"label": "generate", "seconds": [6.0] * 100}]
+    metrics = {"timing_s/step": Series(steps, [2.0] * 300), "timing_s/gen": Series(steps, [2.0] * 300)}
+    [figure] = timing(metrics)
+    assert (figure["traces"][0]["x"][0], figure["traces"][0]["x"][-1]) == ("1", "300")
+    assert seconds(metrics) == {"generate": [2.0] * 120} and figure["numbers"][1] == [["generate", "600", "100.0%"]]

@@ -119,7 +119,7 @@ def computer_algebra(patient_graders: None) -> Iterator[None]:
 def verdict(sample: Sample) -> float | None:
     """Whether it is right; None where a grader says that it could not decide."""
     start = time.thread_time()  # others use the machine too
-    result: Any = compute_score(*sample)
+    result: Any = compute_score(*sample[:4])
     assert time.thread_time() - start < ENDLESS, sample
     assert math.isfinite(result["score"])
     return None if result.get("error") else result.get("acc", result["score"])
@@ -143,7 +143,7 @@ def check_everywhere(samples: list[Sample]) -> list[float | None]:
 def test_outputs_of_real_models(shared_dir: Path, name: str, truth: str) -> None:
     lines = (shared_dir / "data" / f"{name}_graded_outputs_sample.jsonl").read_text().splitlines()
     source = {"math": "math", "qa": "nq"}[name]
-    check_everywhere([Sample(source, row["output"], row[truth]) for row in map(json.loads, lines)])
+    check_everywhere([Sample(source, row["output"], row[truth]) for row in map(json.loads, lines[::4])])
 
 
 def test_what_computer_algebra_decides_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

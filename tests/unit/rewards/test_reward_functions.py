@@ -35,7 +35,7 @@ async def slow(completions, **columns):
 
 
 def call(functions, weights, *samples):
-    names = CustomFunction("", whole_batch=len(samples) > 1).arguments
+    names = CustomFunction("", whole_batch=len(samples) > 1).arguments(verl_form).values()
     fields = samples[0] if len(samples) == 1 else map(list, zip(*samples, strict=True))
     return RewardFunctions(functions, weights)(**dict(zip(names, fields, strict=True)))
 

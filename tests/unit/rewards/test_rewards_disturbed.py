@@ -13,7 +13,7 @@ from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 pytestmark = pytest.mark.slow
 
 BEHAVIOURS = """
-import ctypes, gc, os, stat, subprocess, sys, time
+import ctypes, os, stat, subprocess, sys, time
 
 def pipes():
     for fd in range(3, 256):
@@ -33,9 +33,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         for fd in pipes(): os.write(fd, b"\\0\\0\\0\\4")
     if what == "many stray bytes":
         for fd in pipes(): os.write(fd, bytes(range(200)))
-    if what == "note":
-        for thing in gc.get_objects():
-            if isinstance(thing, ctypes.c_longlong): thing.value = 1
     if what == "exit": os._exit(3)
     if what == "child keeps the pipe" and ctypes.CDLL(None).fork(): os._exit(3)
     if what == "child keeps the pipe": time.sleep(1000)
@@ -49,10 +46,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str)
 """
 DISTURBING = (
-    "fork returns", "fork raises", "fork of C returns", "fork writes", "stray bytes", "many stray bytes", "note",
+    "fork returns", "fork raises", "fork of C returns", "fork writes", "stray bytes", "many stray bytes",
     "exit", "child keeps the pipe",
 )  # fmt: skip
-HARMLESS = {"fork returns", "fork raises", "fork of C returns", "fork writes", "note"}
+HARMLESS = {"fork returns", "fork raises", "fork of C returns", "fork writes"}
 
 
 @pytest.fixture

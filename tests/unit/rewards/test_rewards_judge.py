@@ -159,14 +159,6 @@ def test_one_that_is_closed_leaves_no_thread(server):
     assert not set(threading.enumerate()) - before
 
 
-def test_a_template_and_an_expression_of_ones_own(server):
-    server.answer = lambda asked: (200, f"<verdict>{0.25 if asked == 'Rate: answer 0' else 9}</verdict>")
-    judge = make(
-        server, prompt_template="Rate: {response}", score_regex=r"<verdict>(.*?)</verdict>", score_range=(0, 1)
-    )
-    assert judge.score(questions())[0].score == 0.25
-
-
 def test_a_reply_that_was_cut_is_asked_for_again(server):
     server.answer, server.reasons = lambda asked: (200, "Score: 1"), iter(["length", "stop"])
     assert make(server, retries=1).score(questions())[0].score == 1.0
@@ -184,10 +176,8 @@ def test_thoughts_are_no_verdict(server):
     assert result.error is not None and "no score" in result.error
     server.answer = lambda asked: (200, "<think>Score: 9</think>\nScore: 2")
     assert make(server).score(questions())[0].score == 2.0
-    own = make(server, score_regex=r"Score: (\d+)")
-    assert own.score(questions())[0].score == 2.0
     server.answer = lambda asked: (200, "<think>Score: 9")
-    assert own.score(questions())[0].score == -1.0
+    assert make(server).score(questions())[0].score == -1.0
 
 
 def test_the_range_of_scores_is_asked_for_and_told(server):

@@ -1,8 +1,8 @@
-"""Search-R1's reward by hand: the answer, and what the search found."""
+"""Search-R1's reward by hand."""
 
 import pytest
 
-from valor.rewards.search_r1 import INVALID_ACTION, grade, split_documents
+from valor.rewards.search_r1 import INVALID_ACTION, grade, policy_text
 
 TRUTH = {"target": ["Paris", "City of Paris"]}
 SEARCH = "<think>who?</think>\n<search>France</search>\n\n<information>Doc 1(Title: {}) text\n</information>\n\n"
@@ -32,7 +32,7 @@ def test_components() -> None:
     result = grade("searchR1_nq", MISSED + FOUND + WRONG, TRUTH)
     assert result == {
         **{"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "contains": 0.0, "format": 1.0},
-        **{"retrieved": 1.0, "searches": 2.0, "pred": "london"},
+        "pred": "london",
     }
 
 
@@ -40,7 +40,7 @@ def test_what_a_document_says_is_no_answer() -> None:
     trap = "<think>x</think><search>y</search><information>Doc <answer>Paris</answer></information>"
     for response in (trap, trap + "<think>so</think>Paris"):
         result = grade("searchR1_nq", response, TRUTH)
-        assert (result["score"], result["format"], result["retrieved"]) == (0.0, 0.0, 1.0)
+        assert (result["score"], result["format"]) == (0.0, 0.0)
     assert grade("searchR1_nq", trap + WRONG, TRUTH)["pred"] == "london"
 
 
@@ -49,18 +49,15 @@ def test_the_example_in_the_prompt_is_no_answer() -> None:
     assert grade("searchR1_nq", "<think>I give up.</think>", {"target": ["Beijing"]})["score"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("before", "searches"),
-    [("<think>so</think>", 0), (MISSED, 1), ("</search>" + INVALID_ACTION, 0)],
-)
-def test_documents_of_ones_own_find_nothing_and_hide_no_answer(before: str, searches: int) -> None:
+@pytest.mark.parametrize("before", ["<think>so</think>", MISSED, "</search>" + INVALID_ACTION])
+def test_documents_of_ones_own_hide_no_answer(before: str) -> None:
     result = grade("searchR1_nq", before + "<information>Paris <answer>London</answer></information>", TRUTH)
-    assert (result["retrieved"], result["searches"], result["pred"]) == (0, searches, "london")
+    assert result["pred"] == "london"
 
 
 def test_documents_are_told_from_the_rest() -> None:
-    told = "a</search><information>b</information>c</search>\n\n<information>d<information>e</information>f"
-    assert split_documents(told) == ("a</search>c</search>\n\nf", ["b", "d<information>e"])
-    assert split_documents("a<information>b</information>c") == ("abc", [])
-    assert split_documents("a<information>b") == ("a<information>b", [])
-    assert split_documents("a</information>b") == ("a</information>b", [])
+    text = "a</search><information>b</information>c</search>\n\n<information>d<information>e</information>f"
+    assert policy_text(text) == "a</search>c</search>f"
+    assert policy_text("a<information>b</information>c") == "a<information>bc"
+    assert policy_text("a<information>b") == "a<information>b"
+    assert policy_text("a</information>b") == "ab"

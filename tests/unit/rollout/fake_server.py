@@ -37,7 +37,6 @@ class FakeServer:
         self.longest = 1000
         self.per_token = 0.0  # seconds; a request's tokens then come one after the other
         self.aborts = True  # whether it has /abort_requests
-        self.under_way: dict[str, int] = {}  # tokens of each request
         self.aborted: set[str] = set()
         self.received: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
@@ -68,12 +67,11 @@ class FakeServer:
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
         before = self.valor_describe().get("weights")
-        sampled = {f"cmpl-{key}-0-1a2b3c4d": count for key, count in self.under_way.items() if count}
         files = [load_file(path) for path in sorted(Path(folder).glob("*.safetensors"))]
         self.received = {key: tensor for file in files for key, tensor in file.items()}
         self.described = {**self.valor_describe(), "weights": name}
         total = sum(int(checksum(tensor)) for tensor in self.received.values())
-        return {"checksum": str(total), "before": before, "sampled": sampled}
+        return {"checksum": str(total), "before": before}
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._lock:
@@ -89,8 +87,6 @@ class FakeServer:
             if name in self.aborted:
                 length, reason = count, "abort"
                 break
-            self.under_way[name] = count + 1
-        self.under_way.pop(name, None)
         with self._lock:
             self.at_once -= 1
         if status != 200:
@@ -99,6 +95,8 @@ class FakeServer:
         scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
         norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
         told = [x / scale - norm for x in LOGITS]
+        if self.mode == "processed_logprobs" and body["top_k"] == 1:
+            told = [0.0] * 6
         drawn = [(body.get("seed", 0) + i) % 6 for i in range(length)]
         tokens = [5 if one in body.get("stop_token_ids", ()) else one for one in drawn]
         choice: dict[str, Any] = {"finish_reason": reason}

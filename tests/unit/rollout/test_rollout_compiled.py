@@ -7,7 +7,7 @@ from rollout_models import random_model
 
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.native import compiled, decoder
-from valor.rollout.native.compiled import CompiledStep
+from valor.rollout.native.compiled import CompiledAttention
 from valor.rollout.native.engine import NativeEngine
 from valor.rollout.native.kv_cache import SlotCache
 
@@ -47,7 +47,7 @@ def test_against_numpy(shared: bool, group: int, size: int, dtype: torch.dtype, 
     angle = torch.rand(rows, 1, size // 2).repeat(1, 1, 2) * 6
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     before = [columns(cache.own, row, own) for row, own in enumerate(OWN)]
-    out = CompiledStep(cache, cos, sin, heads, 0.3)(0, qkv).view(rows, heads, size).double().numpy()
+    out = CompiledAttention(cache, cos, sin, heads, 0.3)(0, qkv).view(rows, heads, size).double().numpy()
     fed, c, s = (x.double().numpy() for x in (qkv, cos, sin))
     turned = fed * c + np.concatenate([-fed[..., size // 2 :], fed[..., : size // 2]], -1) * s
     for row, own in enumerate(OWN):
@@ -76,7 +76,7 @@ def test_threads_share_the_rows_and_change_nothing(
         torch.manual_seed(0)
         cache = filled(shared=True, size=16, dtype=dtype)
         qkv, angle = torch.randn(len(OWN), 10, 16).to(dtype), torch.rand(len(OWN), 1, 16).to(dtype)
-        found = CompiledStep(cache, angle, angle, 6, 0.3)(0, qkv)
+        found = CompiledAttention(cache, angle, angle, 6, 0.3)(0, qkv)
         return torch.cat([found.flatten(), *(x.flatten() for x in cache.own.layers[0])])
 
     before = torch.get_num_threads()
@@ -113,11 +113,11 @@ def test_a_model_generates_with_them_what_it_does_without(monkeypatch: pytest.Mo
     model, used = random_model("llama").bfloat16(), list[int]()
     with torch.no_grad():  # so sure of its choices that no rounding changes one
         model.lm_head.weight.mul_(20)
-    real = CompiledStep.__call__
-    monkeypatch.setattr(CompiledStep, "__call__", lambda *given: used.append(1) or real(*given))
+    real = CompiledAttention.__call__
+    monkeypatch.setattr(CompiledAttention, "__call__", lambda *given: used.append(1) or real(*given))
     fast = generated(model)
     assert used
-    monkeypatch.setattr(decoder, "AT_ONCE", 7)  # of which no head size is a multiple
+    monkeypatch.setattr(decoder, "SIMD_WIDTH", 7)  # of which no head size is a multiple
     used.clear()
     plain = generated(model)
     assert not used

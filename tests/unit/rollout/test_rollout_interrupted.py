@@ -1,4 +1,4 @@
-"""Sequences that are aborted, go on from what they have, and get other weights between two tokens."""
+"""Sequences that are aborted, and go on from what they have, with the same weights or others."""
 
 from collections.abc import Sequence
 
@@ -74,28 +74,6 @@ def test_a_copy_that_was_sent_no_weights_does_not_generate_with_those_of_the_fil
     engine = NativeCopy(PolicyModel(random_model("qwen2")), eos_token_ids=[], max_num_seqs=8)
     with pytest.raises(ValueError, match="no weights"):
         engine.generate(requests())
-
-
-def test_weights_that_change_between_two_tokens_are_used_from_there_on() -> None:
-    engine, old, new = copies()
-    late = Request("late", [7, 8, 9], SamplingParams(max_tokens=20), (9,))
-
-    def change() -> Sequence[Request | Abort]:
-        engine.sync_weights(new.named_parameters(), version=2)
-        return [late]
-
-    *asked, arrived = served(engine, requests(), change)
-    unchanged = {one.request_id: one for one in NativeEngine(old, eos_token_ids=[]).generate(requests())}
-    for request, output in zip(requests(), asked, strict=True):
-        (first, old_version), (second, new_version) = output.spans
-        assert (old_version, new_version) == (1, 2) and first + second == TOKENS
-        assert output.token_ids[:first] == unchanged[request.request_id].token_ids[:first]
-        assert output.token_ids != unchanged[request.request_id].token_ids
-        # The keys and values of the old weights stay, so these log-probs are nobody's.
-        gap = (teacher_forced(new, request, output) - torch.tensor(output.log_probs))[first:].abs()
-        assert gap.max() > 1e-4
-    assert arrived.spans == (Span(20, 2),)
-    assert_log_probs(arrived, teacher_forced(new, late, arrived), 1e-5)
 
 
 def test_a_sequence_that_goes_on_with_other_weights_has_their_log_probs() -> None:

@@ -171,7 +171,7 @@ def test_weights_are_shared_not_copied() -> None:
 
 def test_packed_weights_give_the_same_samples(qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = NativeEngine(qwen, eos_token_ids=[]).generate(batch(4))
-    monkeypatch.setattr(decoder, "_has_packed_layout", lambda weight: False)
+    monkeypatch.setattr(decoder, "_can_pack", lambda weight: False)
     plain = NativeEngine(qwen, eos_token_ids=[]).generate(batch(4))
     for one, two in zip(packed, plain, strict=True):
         assert one.token_ids == two.token_ids

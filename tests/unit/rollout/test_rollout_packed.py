@@ -16,9 +16,9 @@ class Doubled(nn.Linear):
 @torch.inference_mode()
 def test_packed_layers_compute_the_same(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(48, 40, bias=bias).to(dtype)
+    layer = nn.Linear(512, 600, bias=bias).to(dtype)
     weight = layer.weight.clone()
-    for shape in [(1, 48), (64, 1, 48), (3, 200, 48)]:
+    for shape in [(1, 512), (64, 1, 512), (3, 200, 512)]:
         inputs = torch.randn(shape).to(dtype)
         plain = layer(inputs)
         with packed_linears(layer):

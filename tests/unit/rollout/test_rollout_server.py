@@ -15,7 +15,7 @@ from valor.config import RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Output, Request, SamplingParams
-from valor.rollout.server import connection as server_module
+from valor.rollout.server import client as client_module
 from valor.rollout.server import fleet as fleet_module
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
@@ -30,8 +30,8 @@ KEY = "VALOR_TEST_KEY"
 def servers(monkeypatch) -> Iterator[list[FakeServer]]:
     """Two of them; a server that is away is waited for half a second."""
     monkeypatch.delenv(KEY, raising=False)
-    monkeypatch.setattr(server_module, "_PATIENCE", 0.5)
-    monkeypatch.setattr(server_module, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(client_module, "_PATIENCE", 0.5)
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     init_process_group("cpu")
     fakes = [FakeServer(), FakeServer()]
     yield fakes
@@ -207,7 +207,7 @@ def test_a_server_that_will_do(servers):
         ({"encode": lambda text: {"input_ids": [1, 2]}}, {}, "has another tokenizer .*2 tokens of a probe"),
         ({"mode": "raw_logprobs"}, {"temperature": 0.7}, "--logprobs-mode processed_logprobs"),
         ({"mode": "processed_logprobs"}, {"top_k": 5}, "--logprobs-mode raw_logprobs"),
-        ({"mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
+        ({"mode": "processed_logits"}, {}, "gives log-probs above 0"),
         ({"replies": [400]}, {}, "refuses a completion .status 400.: .*sorry"),
         ({"key": "secret"}, {}, f"refuses the key .status 401.: .* {KEY}"),
         ({"described": None}, {}, "takes no weights: .*VLLM_SERVER_DEV_MODE=1 .*WeightReceiver.*weight_updates=none"),

@@ -6,7 +6,7 @@ import pytest
 
 from valor.config import RolloutConfig
 from valor.rollout.base import SamplingParams, StopTexts
-from valor.rollout.server.dialects import Ask, Reply, checked
+from valor.rollout.server.dialects import Completion, Reply, checked
 from valor.rollout.server.fleet import DIALECTS
 
 END, OTHER_END = 2, 3
@@ -14,11 +14,11 @@ STOP = StopTexts(("x",), frozenset({20}), lambda ids: "".join("x" if one == 20 e
 
 
 def ask(most=4, stop=None, ends=(END, OTHER_END)):
-    return Ask([5, 6], most, SamplingParams(max_tokens=most, stop=stop), 0, [*ends], "name", None)
+    return Completion([5, 6], most, SamplingParams(max_tokens=most, stop=stop), 0, [*ends], "name", None)
 
 
-def reply(ids, reason="stop", log_probs=None, weights=None):
-    return Reply(ids, [-0.1] * len(ids) if log_probs is None else log_probs, reason, weights)
+def reply(ids, reason="stop", log_probs=None):
+    return Reply(ids, [-0.1] * len(ids) if log_probs is None else log_probs, reason)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ def reply(ids, reason="stop", log_probs=None, weights=None):
         (reply([10, 11, 12, END], "length"), "stop"),  # the last token that it may have is a stop token
         (reply([10, 11, 12, 13], "length"), "length"),
         (reply([10, 11], "abort"), "abort"),
+        (reply([10, END], "abort"), "stop"),  # it had ended before
+        (reply([10, 11, 12, 13], "abort"), "length"),
         (reply([], "abort"), "abort"),
         (reply([10, END], log_probs=[1e-6, 0.0]), "stop"),
         (reply([10, END], log_probs=[math.nan, -0.1]), "lost"),  # asked for anew
@@ -56,7 +58,6 @@ def test_answers_that_are_believed(answer, reason):
         (reply([10, END], log_probs=[-0.1, math.inf]), "log-probs above 0"),
         (reply([10, END], log_probs=[-0.1]), "2 tokens with 1 log-probs"),
         (reply([10, END], log_probs=[-0.1] * 3), "2 tokens with 3 log-probs"),
-        (reply([10, END], weights=["a"]), "2 tokens with 2 log-probs and 1 weights"),
         (reply([30, END]), r"the token \[30\], which the policy does not have"),
         (reply([-1, END]), "which the policy does not have"),
         (reply([10.0, END]), "which the policy does not have"),
@@ -80,7 +81,7 @@ def test_a_stop_text_ends_a_response_too():
 
 
 OPENAI = {"token_ids": [10, END], "logprobs": {"token_logprobs": [-0.1, None]}, "finish_reason": "stop"}
-SGLANG = {"output_token_logprobs": [[-0.1, 10], [-0.2, END]], "finish_reason": {"type": "stop"}, "weight_versions": []}
+SGLANG = {"output_token_logprobs": [[-0.1, 10], [-0.2, END]], "finish_reason": {"type": "stop"}}
 
 
 @pytest.mark.parametrize(

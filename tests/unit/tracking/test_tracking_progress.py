@@ -1,16 +1,13 @@
-"""Ambient progress: phases, parts, threads, listeners, and the two ways of showing it."""
+"""Ambient progress: phases, parts, threads, listeners, and the lines about it."""
 
-import io
 import multiprocessing
-import re
 import threading
+import time
 
 import pytest
-from rich.console import Console
-from rich.progress import Progress as RichProgress
 
 from valor.tracking import progress
-from valor.tracking.console import PhaseView, format_pace, get_console, show_progress
+from valor.tracking.console import get_console, phase_text, show_phases, show_progress
 from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress, report_tokens
 
 
@@ -28,48 +25,34 @@ def test_a_report_reaches_the_innermost_phase(heard):
         with phase("rollout", 8, unit="sample"):
             report_progress(3)
         report_progress(1)
-    assert heard == [
-        Progress("training", 0, 2, "step", 0, "start"),
-        Progress("rollout", 0, 8, "sample", 1, "start"),
-        Progress("rollout", 3, 8, "sample", 1, "update"),
-        Progress("rollout", 3, 8, "sample", 1, "end"),
-        Progress("training", 1, 2, "step", 0, "update"),
-        Progress("training", 1, 2, "step", 0, "end"),
-    ]
+    assert heard == [Progress("rollout", 3, 8, "sample"), Progress("training", 1, 2, "step")]
 
 
 def test_a_total_that_comes_with_the_report_wins(heard):
     with phase("values"):
         report_progress(1, 5)
         report_progress(2)
-    assert [(one.done, one.total) for one in heard] == [(0, None), (1, 5), (2, 5), (2, 5)]
+    assert [(one.done, one.total) for one in heard] == [(1, 5), (2, 5)]
 
 
-def test_parts_turn_inner_counts_into_shares_of_the_whole(heard):
-    with phase("train actor"):
+def test_parts_are_phases_within_the_phase(heard):
+    with phase("train actor", unit="mini-batch"):
         for mini_batch in range(2):
             with part(mini_batch, 2):
                 report_progress(1, 4)
-                with part(1, 2):
-                    report_progress(1, 2)
-    assert [(one.done, one.total) for one in heard if one.state == "update"] == [
-        (0.25, 2),
-        (0.75, 2),  # micro-batch 1 of 2 in the second half
-        (1.0, 2),
-        (1, 2),
-        (1.25, 2),
-        (1.75, 2),
-        (2.0, 2),
-        (2, 2),
+    assert [(one.phase, one.done, one.total) for one in heard] == [
+        ("part 1 of 2", 1, 4),
+        ("train actor", 1, 2),
+        ("part 2 of 2", 1, 4),
+        ("train actor", 2, 2),
     ]
 
 
 def test_a_phase_that_fails_ends_and_an_unfinished_part_is_not_counted(heard):
     with pytest.raises(RuntimeError), phase("train critic"), part(0, 2):
         raise RuntimeError
-    assert [(one.state, one.done) for one in heard] == [("start", 0), ("end", 0)]
     report_progress(1, 2)
-    assert heard[-1].phase == ""
+    assert [(one.phase, one.done) for one in heard] == [("", 1)]
 
 
 def test_reports_from_threads_are_heard(heard):
@@ -79,7 +62,7 @@ def test_reports_from_threads_are_heard(heard):
             thread.start()
         for thread in threads:
             thread.join()
-    assert {one.done for one in heard if one.state == "update"} == {1, 2, 3, 4}
+    assert {one.done for one in heard} == {1, 2, 3, 4}
 
 
 def test_polling_workers(heard):
@@ -106,7 +89,7 @@ def test_polling_workers(heard):
             relay([Progress("", 3, 8), None])
             relay([Progress("", 4, 8, tokens=30), Progress("", 6, 10, tokens=12)])
             assert heard[-1].tokens == 42
-    updates = [(one.phase, one.done, one.total) for one in heard if one.phase and one.state == "update"]
+    updates = [(one.phase, one.done, one.total) for one in heard if one.phase]
     assert updates == [("rollout", 3, 16), ("rollout", 10, 18)]
 
 
@@ -142,113 +125,44 @@ def test_a_forked_child_listens_to_nobody(heard):
     assert len(progress._board.listeners) == 1
 
 
-def test_pace_starts_at_the_first_report():
-    now = [0.0]
-    bars = RichProgress(disable=True, get_time=lambda: now[0], speed_estimate_period=3600)
-    number = bars.add_task("training", total=100, unit="step")
-
-    def pace(done: float, at: float) -> str:
-        now[0] = at
-        bars.update(number, completed=done)
-        return format_pace(bars.tasks[0])
-
-    assert pace(0, 1.0) == ""
-    assert pace(40, 10.0) == ""  # resumed at step 40
-    assert pace(50, 30.0) == "0.5 steps/s, 1 min 40 s left"
-    assert pace(52, 80.0) == "5.83 s per step, 4 min 40 s left"
+def phase_at(done: float, total: float | None, *, tokens: int = 0, unit: str = "", first=None) -> progress.Phase:
+    return progress.Phase(Progress("work", done, total, unit, tokens), began=0.0, first=first)
 
 
-def test_plain_lines_tell_of_a_phase_when_it_begins_and_every_ten_seconds():
-    stream = io.StringIO()
-    now = [0.0]
-    listener = PhaseView(Console(file=stream, width=200), clock=lambda: now[0])
-    remove = progress.add_listener(listener)
-    try:
-        with phase("adv", 1):
-            now[0] = 9.0
-            report_progress(1)
-        with phase("rollout", 512, unit="sample"):
-            for second in range(0, 26):
-                now[0] = 9.0 + second
-                report_progress(10 * second)
-        with phase("train actor"), part(1, 4):
-            now[0] += 20.0
-            report_progress(1, 2)
-        with phase("train critic", 4, unit="mini-batch"):
-            now[0] += 20.0
-            report_progress(1)
-            now[0] += 10.0
-            report_progress(2)
-        with phase("rollout", 512, unit="sample"):  # not for the first time
-            pass
-        with phase("validation", 1319, unit="sample"):  # whose samples are long: none ends, and nobody reports one
-            now[0] += 12.0
-            report_tokens(4000)
-            now[0] += 12.0
-            report_tokens(5000)
-            now[0] += 10.0
-            listener.tell()
-            listener.tell()
-    finally:
-        remove()
-    assert stream.getvalue().splitlines() == [
-        "adv: 0/1",
-        "rollout: 0/512 samples",
-        "rollout: 100/512 samples, 10 samples/s, 42.0 s left",
-        "rollout: 200/512 samples, 10 samples/s, 32.0 s left",
-        "rollout: finished in 25.0 s",
-        "train actor: begins",
-        "train actor: 38%, 20.0 s so far",
-        "train actor: finished in 20.0 s",
-        "train critic: 0/4 mini-batches",
-        "train critic: 1/4 mini-batches, 20.0 s so far",
-        "train critic: 2/4 mini-batches, 10.0 s per mini-batch, 20.0 s left",
-        "train critic: finished in 30.0 s",
-        "validation: 0/1319 samples",
-        "validation: 0/1319 samples, 4,000 tokens, 12.0 s so far",
-        "validation: 0/1319 samples, 9,000 tokens, 24.0 s so far",
-        "validation: 0/1319 samples, 9,000 tokens, 34.0 s so far",
-        "validation: finished in 34.0 s",
-    ]
+@pytest.mark.parametrize(
+    ("shown", "now", "text"),
+    [
+        (phase_at(0, None), 12.0, "12.0 s so far"),
+        (phase_at(0, 1319, unit="sample", tokens=4000), 12.0, "0/1319 samples, 4,000 tokens, 12.0 s so far"),
+        (phase_at(40, 100, unit="step", first=(10.0, 40)), 10.0, "40/100 steps, 10.0 s so far"),  # a run that resumes
+        (phase_at(50, 100, unit="step", first=(10.0, 40)), 30.0, "50/100 steps, 0.5 steps/s, 1 min 40 s left"),
+        (phase_at(2, 4, unit="batch", first=(0.0, 0)), 20.0, "2/4 batches, 10.0 s per batch, 20.0 s left"),
+        (phase_at(3, None, unit="sample"), 5.0, "3 samples, 5.00 s so far"),
+    ],
+)
+def test_a_phase_in_words(shown: progress.Phase, now: float, text: str) -> None:
+    assert phase_text(shown, now) == f"work: {text}"
+
+
+def test_a_line_every_ten_seconds_of_a_phase(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr("valor.tracking.console.time.monotonic", lambda: now[0])
+    get_console.cache_clear()
+    with phase("training", 3, unit="step"), phase("rollout", 512, unit="sample"):
+        report_progress(0)
+        for _ in range(26):
+            now[0] += 1.0
+            report_progress(10)
+            show_phases()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(" > rollout: 10/512 samples" in line for line in lines)
 
 
 def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("valor.tracking.console.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("valor.tracking.console.EVERY", 0.0)
     get_console.cache_clear()
     with show_progress(), phase("rollout", 2, unit="sample"):
-        report_progress(1)
-    lines = r"rollout: 0/2 samples\nrollout: 1/2 samples, 0\.00 s so far\nrollout: finished in \d+\.\d\d s\n"
-    assert re.fullmatch(lines, capsys.readouterr().out)
-
-
-def test_live_bars_show_the_phases_of_a_step_together():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
-    view = PhaseView(console)
-    remove = progress.add_listener(view)
-
-    def rows() -> list[str]:
-        return [str(task.description).strip() for task in view.bars.tasks]
-
-    try:
-        with phase("training", 3, unit="step"):
-            report_progress(0)
-            with phase("rollout", 8, unit="sample"):
-                report_progress(8)
-            with phase("values"):
-                report_progress(1, 2)
-                assert rows() == ["training", "rollout", "values"]
-            report_progress(1)
-            assert rows() == ["training"]
-            with phase("rollout", 8, unit="sample"):
-                with phase("tool calls"):
-                    assert rows() == ["training", "rollout", "tool calls"]
-                assert rows() == ["training", "rollout", "tool calls"]
-            assert rows() == ["training", "rollout"]
-        assert rows() == []
-    finally:
-        remove()
-    drawn = stream.getvalue()
-    assert "8/8 samples" in drawn and "training" in drawn
-    assert "\x1b[?25h" in drawn  # the cursor is back
+        time.sleep(0.7)
+    lines = {f"rollout: 0/2 samples, 0.{n:02d} s so far" for n in range(100)}
+    assert {*capsys.readouterr().out.splitlines()} <= lines

@@ -10,7 +10,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.lab import arithmetic
 from valor.workers.critic import CriticWorker
-from valor.workers.host import RoleSpec, WorkerHost
+from valor.workers.host import RoleSpec, RunFacts, WorkerHost
 
 
 @pytest.fixture(scope="module", params=["mse", "bce", "hl_gauss"])
@@ -28,7 +28,7 @@ def critic(request, tmp_path_factory) -> Iterator[CriticWorker]:
     )
     host = WorkerHost(rank=0, world_size=1, device="cpu", num_threads=1)
     host.connect()
-    host.build({"critic": RoleSpec(CriticWorker, {"config": config, "total_steps": 1})})
+    host.build({"critic": RoleSpec(CriticWorker, {"config": config, "facts": RunFacts(1, [])})})
     yield host.context.roles["critic"]
     host.close()
 

@@ -176,7 +176,7 @@ def test_when_log_probs_are_computed_and_corrected(settings, expected):
     overrides = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     others = {"ppo_epochs": "actor_rollout_ref.actor.ppo_epochs=2", "vtrace": "algorithm.adv_estimator=vtrace"}
     overrides += [others.get(setting, f"algorithm.rollout_correction.{setting}") for setting in settings]
-    assert OldLogProbs.of(load(overrides).config) == expected
+    assert OldLogProbs(load(overrides).config) == expected
 
 
 def mini_batches_of(batch: Batch, *overrides: str) -> list[Batch]:
@@ -184,7 +184,7 @@ def mini_batches_of(batch: Batch, *overrides: str) -> list[Batch]:
         ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
     ).config
     group = SimpleNamespace()  # mini-batches are formed without any role
-    return list(Updates(config, group, SkippedUpdates(1, print), print).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
+    return list(Updates(config, group, SkippedUpdates(1, print)).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
 
 
 def four_rows() -> Batch:

@@ -13,8 +13,9 @@ from phase_runs import after, made
 from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
 from valor.data.batch import Batch
 from valor.errors import Diverged, UserError
-from valor.trainer.advantage import compute_advantages, right_answers
+from valor.trainer.advantage import compute_advantages
 from valor.trainer.checks import check
+from valor.trainer.phases.advantages import right_answers
 from valor.trainer.phases.critic_masks import CriticMasks
 from valor.trainer.plan import plan
 from valor.trainer.run import SkippedUpdates
@@ -138,7 +139,7 @@ def two_critics_learn(roles: dict[str, Learner], skips: SkippedUpdates, *setting
         returns=torch.zeros(4, 2),
         **{"values/critic": torch.zeros(4, 2), "values/critic_2": torch.zeros(4, 2)},
     )
-    Critics(config, roles, Updates(config, roles, skips, print)).update(batch, step=1)  # type: ignore[arg-type]
+    Critics(config, roles, Updates(config, roles, skips)).update(batch, step=1)  # type: ignore[arg-type]
 
 
 def test_each_critic_learns_from_its_own_samples() -> None:

@@ -14,7 +14,7 @@ from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, Work
 from valor.trainer import checkpoints
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 from valor.trainer.recorder import RunRecorder
-from valor.trainer.run import Run, fit_again
+from valor.trainer.run import Run
 
 
 class Role:
@@ -93,7 +93,7 @@ def twice():
 
 
 def last_line(run: Run, capsys) -> tuple[int, str]:
-    code = exit_code(lambda: fit_again(run, lambda: pytest.fail("no restart")))
+    code = exit_code(run.fit)
     return code, capsys.readouterr().err.strip()
 
 
@@ -113,7 +113,7 @@ CAUSES = {
 def undisturbed(tmp_path_factory) -> dict:
     """What the driver knew at the end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert fit_again(Counting(folder), pytest.fail) == 0
+    assert Counting(folder).fit() == 0
     return open_checkpoint(folder / "global_step_10").state
 
 
@@ -126,7 +126,7 @@ def test_the_last_complete_step_is_saved_and_goes_on_to_the_same_end(cause, plac
     assert code in (1, 2, 128 + signal.SIGTERM) and len(line.splitlines()) == 1
     assert line.endswith(f"the same command goes on from '{tmp_path / 'run' / f'global_step_{step}'}'")
     again = Counting(tmp_path / "run")
-    assert fit_again(again, pytest.fail) == 0 and again.role.updates == 10
+    assert again.fit() == 0 and again.role.updates == 10
     assert open_checkpoint(tmp_path / "run" / "global_step_10").state["sampler"] == undisturbed["sampler"]
 
 
@@ -136,7 +136,7 @@ def test_the_last_complete_step_is_saved_and_goes_on_to_the_same_end(cause, plac
 def test_an_error_that_nobody_expects_keeps_its_traceback_and_names_the_checkpoint(error, tmp_path):
     run = Counting(tmp_path / "run", ends(3, "collect", by=error))
     with pytest.raises((type(error), RuntimeError)) as raised:
-        fit_again(run, pytest.fail)
+        run.fit()
     assert raised.value.__notes__ == [f"the same command goes on from '{tmp_path / 'run' / 'global_step_2'}'"]
     assert open_checkpoint(tmp_path / "run" / "global_step_2").step == 2
 
@@ -150,10 +150,10 @@ def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
 def test_a_step_that_was_learning_says_so_when_it_is_saved_and_when_it_is_resumed(tmp_path, capsys):
     run = Counting(tmp_path / "run", ends(4, "update", by=MemoryError()))
     with pytest.raises(MemoryError):
-        fit_again(run, pytest.fail)
+        run.fit()
     assert "a part of the updates of step 4" in " ".join(capsys.readouterr().out.split())
     again = Counting(tmp_path / "run")
-    assert fit_again(again, pytest.fail) == 0
+    assert again.fit() == 0
     assert "after step 3, with a part of the next step's updates" in " ".join(capsys.readouterr().out.split())
 
 

@@ -164,7 +164,7 @@ def test_explained_variance_by_turn() -> None:
 
 def updates(*overrides: str) -> Updates:
     argv = ["data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=4", *overrides]
-    return Updates(load(argv).config, SimpleNamespace(), SkippedUpdates(1, print), print)  # type: ignore[arg-type]
+    return Updates(load(argv).config, SimpleNamespace(), SkippedUpdates(1, print))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shuffle", ["false", "true"])

@@ -7,14 +7,14 @@ import torch
 
 from valor.config import load
 from valor.data.batch import Batch
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.updates import Critics, Updates
 
 ONE_UPDATE = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
 
 
 def test_it_has_the_settings_of_the_run():
-    name, options = own_targets(
+    name, options = targets_by_ranks(
         load(
             [
                 *ONE_UPDATE,
@@ -53,15 +53,15 @@ def test_it_has_the_settings_of_the_run():
     ids=lambda more: more[0],
 )
 def test_what_needs_more_has_a_pass_of_its_own(more):
-    assert own_targets(load([*ONE_UPDATE, *more]).config) is None
+    assert targets_by_ranks(load([*ONE_UPDATE, *more]).config) is None
 
 
 def test_so_do_steps_with_episodes_of_several_rows_or_more_rows_than_one_update_has():
     config = load([*ONE_UPDATE, "critic.freeze_steps=[2-2]"]).config
     roles, skips = Mock(), Mock()
-    critics = Critics(config, roles, Updates(config, roles, skips, print))
+    critics = Critics(config, roles, Updates(config, roles, skips))
     batch = Batch({"response_mask": torch.ones(8, 2)})
-    assert critics.in_one_pass(batch, 1) and not critics.in_one_pass(batch, 2)
-    assert not critics.in_one_pass(batch.repeat(2), 1)
+    assert critics.values_in_update(batch, 1) and not critics.values_in_update(batch, 2)
+    assert not critics.values_in_update(batch.repeat(2), 1)
     batch["episode"] = torch.tensor([0, 0, 1, 2, 3, 4, 5, 6])
-    assert not critics.in_one_pass(batch, 1)
+    assert not critics.values_in_update(batch, 1)

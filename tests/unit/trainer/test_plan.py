@@ -102,10 +102,10 @@ def test_roles():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ([], "one process per GPU, or one CPU process where there is none, on this machine; all roles share"),
-        (["trainer.device=cpu"], "one CPU process, on this machine"),
+        (["trainer.device=cuda"], "one process per GPU on this machine; all roles share each process"),
+        (["trainer.device=cpu"], "1 CPU process on this machine"),
         (["trainer.device=cpu", "trainer.n_gpus_per_node=2"], "2 CPU processes on this machine"),
-        (["trainer.n_gpus_per_node=8", "trainer.nnodes=4"], "8 GPUs on each of 4 nodes = 32"),
+        (["trainer.n_gpus_per_node=8", "trainer.nnodes=4"], "8 GPUs on each of 4 nodes"),
     ],
 )
 def test_placement(argv, text):
@@ -115,9 +115,9 @@ def test_placement(argv, text):
 def test_episodes_that_an_environment_judges_have_no_grader():
     argv = ["actor_rollout_ref.rollout.agent.environment=games.py:Hangman"]
     said = row(plan(load(argv).config), "reward")
-    assert said.startswith("by the environment, games.py:Hangman; where it leaves it open: built in, by column")
+    assert said.startswith("by the environment games.py:Hangman, else built in, by column")
     replayed = row(plan(load([*argv, "actor_rollout_ref.rollout.agent.replay_dir=d"]).config), "reward")
-    assert replayed.startswith("as recorded; of episodes without a score: built in")
+    assert replayed.startswith("as recorded, else built in")
     assert row(plan(load(["actor_rollout_ref.rollout.multi_turn.enable=true"]).config), "reward").startswith("built in")
 
 
@@ -149,8 +149,8 @@ def test_a_run_says_its_plan_before_it_does_anything(tmp_path, capsys):
         '"reward_model": {"style": "rule", "ground_truth": "2"}}'
     )
     argv = ["trainer.total_training_steps=7", f"data.train_files={path}"]
-    assert run_command("ppo", argv, PPOConfig, start) == 0
+    assert run_command("ppo", PPOConfig, start, argv) == 0
     assert said[0][0] == "the configuration is read; loading torch and what the run needs"
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
-    assert run_command("ppo", [*argv, "--dry-run"], PPOConfig, start) == 0
+    assert run_command("ppo", PPOConfig, start, [*argv, "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == said[0][1:] and len(said) == 1

@@ -12,7 +12,6 @@ ACTOR = "actor_rollout_ref.actor"
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
 ROLLOUT = "actor_rollout_ref.rollout"
-SGLANG = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server.base_url=http://there:30000"]
 VTRACE = ["algorithm.adv_estimator=vtrace"]
 GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"]
 
@@ -20,6 +19,49 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
+        (
+            ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.critic_warmup=3"],
+            "trainer.critic_warmup=3 needs a critic",
+        ),
+        (["critic.freeze=true", "critic.model.path=x", "trainer.critic_warmup=3"], "critic_warmup trains the critic"),
+        (["critic.freeze=true"], "critic.model.path is not set"),
+        (
+            ["algorithm.reward_source=critic", "algorithm.adv_estimator=reinforce_plus_plus"],
+            "reward_source=critic needs a critic",
+        ),
+        (["algorithm.reward_source=critic", "algorithm.reward_mask_ratio=0.5"], "missing_reward=critic"),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.missing_reward=bootstrap",
+                "algorithm.adv_estimator=reinforce_plus_plus",
+            ],
+            "missing_reward=bootstrap needs a critic",
+        ),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.reward_mask_flip_adv_when_masked=true",
+                "algorithm.adv_whitening=mini_batch",
+            ],
+            "acts after whitening",
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.rollout_correction.loss_type=reinforce",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            ],
+            "algorithm.rollout_correction.loss_type=reinforce and actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_penalty=full",
+            ],
+            "algorithm.kl_penalty=full needs a pass of the actor",
+        ),
         (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
         (
             ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncation_bootstrap=true"],
@@ -38,12 +80,6 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
             "use gae_unit=token or bilevel",
         ),
-        ([*SERVER, f"{ROLLOUT}.server.weight_updates=distributed"], "only SGLang's servers take weights so"),
-        (
-            [*SGLANG, f"{ROLLOUT}.server.weight_updates=distributed", f"{ROLLOUT}.server.sleep=true"],
-            "weight_updates=distributed broadcasts to other devices than the trainer's: set tensor",
-        ),
-        ([*SGLANG, f"{ROLLOUT}.server.weight_updates=tensor"], "hands over memory of this machine"),
         ([*VTRACE, "critic.enable=false"], "algorithm.adv_estimator=vtrace needs a critic: "),
         ([*VTRACE, "algorithm.rollout_correction.bypass_mode=true"], "vtrace needs a pass of the actor"),
         ([*VTRACE, "algorithm.rollout_correction.rollout_is=sequence"], "use rollout_is=token or prefix"),
@@ -69,14 +105,6 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         (
             ["critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=false"],
             "sequence parallelism shares packed rows out: set critic.model.use_remove_padding=true",
-        ),
-        (
-            [
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "actor_rollout_ref.actor.kl_loss_type=full",
-                "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
-            ],
-            "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
         ),
         (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
         ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),

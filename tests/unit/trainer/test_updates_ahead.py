@@ -49,7 +49,7 @@ def run(worker: Worker, *overrides: str) -> dict[str, float]:
     batch = Batch(columns | {name: torch.ones(shape) for name in names})
     argv = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
     say = [].append
-    updates = NotedUpdates(load(argv).config, {"actor": worker}, SkippedUpdates(2, say), say)  # type: ignore[arg-type]
+    updates = NotedUpdates(load(argv).config, {"actor": worker}, SkippedUpdates(2, say))  # type: ignore[arg-type]
     return updates.run("actor", batch, step=1)
 
 

@@ -46,7 +46,7 @@ class HttpRetriever:
 
     async def retrieve(self, queries: Sequence[str]) -> list[list[Document]]:
         """The documents of each query, the best first. Raises SearchFailed."""
-        # Scores are always asked for: without them Search-R1's own server fails.
+        # Scores are always requested: without them Search-R1's own server fails.
         body = json.dumps({"queries": list(queries), "topk": self.topk, "return_scores": True})
         post = self._server.post(self.url, body, seconds=self._timeout, attempts=self._attempts)
         try:
@@ -54,16 +54,16 @@ class HttpRetriever:
         except (TimeoutError, RuntimeError) as error:
             raise SearchFailed(f"the search server does not answer ({error})") from None
         try:
-            found = [[_document(one) for one in row] for row in reply.json()["result"]]
+            results = [[_document(entry) for entry in row] for row in reply.json()["result"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise SearchFailed("the search server's reply cannot be read") from None
-        if len(found) != len(queries):
-            raise SearchFailed(f"the search server answered {len(found)} of {len(queries)} queries")
-        return found
+        if len(results) != len(queries):
+            raise SearchFailed(f"the search server answered {len(results)} of {len(queries)} queries")
+        return results
 
 
 class LocalRetriever:
-    """An index in this process: the same answers without a server."""
+    """An index in this process."""
 
     def __init__(self, index: Index, *, topk: int = 3) -> None:
         self.index, self.topk = index, topk
@@ -84,11 +84,11 @@ def open_retriever(
     if url is not None and corpus is None:
         return HttpRetriever(url, topk=topk, **http)
     if corpus is not None and url is None:
-        return LocalRetriever(_index_here(corpus), topk=topk)
+        return LocalRetriever(_cached_index(corpus), topk=topk)
     raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
 
 
-_index_here = cache(open_index)
+_cached_index = cache(open_index)
 
 
 def documents_text(documents: Sequence[Document]) -> str:
@@ -104,15 +104,12 @@ def results_text(results: Sequence[Sequence[Document]]) -> str:
 
 def _numbered(documents: Sequence[Document]) -> list[tuple[int, str, str]]:
     """Number from 1, title (the first line) and text of each document."""
-    cut = [document.contents.partition("\n") for document in documents]
-    return [(i, title, text) for i, (title, _, text) in enumerate(cut, start=1)]
+    parts = [document.contents.partition("\n") for document in documents]
+    return [(i, title, text) for i, (title, _, text) in enumerate(parts, start=1)]
 
 
-def _document(found: Any) -> Document:
-    """A document of a reply, with or without its score. KeyError, TypeError, ValueError: it is none."""
-    document = found.get("document", found)
-    contents = document["contents"]
-    if not isinstance(contents, str):
-        raise TypeError("contents must be text")
+def _document(entry: Any) -> Document:
+    """A document of a reply, with or without its score. KeyError, TypeError, ValueError: the entry is none."""
+    contents = entry.get("document", entry)["contents"]
     contents.encode()  # half of a surrogate pair is no text, and no tokenizer takes it
-    return Document(contents, float(found.get("score") or 0.0))
+    return Document(contents, float(entry.get("score") or 0.0))

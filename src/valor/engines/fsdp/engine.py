@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,12 +16,9 @@ from torch.distributed.tensor import DTensor
 from valor.config.engine import BackboneConfig, FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
-from valor.engines.base import Limit, LossFn
-from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
+from valor.engines.base import Limit, LossFn, TrainingEngine, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import (
-    ReduceBehind,
-    drop_unreduced_gradients,
     gathered,
     rank_mesh,
     reshards,
@@ -33,11 +29,13 @@ from valor.engines.fsdp.sharding import (
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
-from valor.models import attention, linear
+from valor.models import attention
+from valor.models.internals import drop_unreduced_gradients
+from valor.models.linear import bfloat16_is_slow, compute_in_float32
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import CompactRows, RowReader, Sharing
+from valor.models.rows import CompactRows, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -72,7 +70,7 @@ def build_fsdp(
     return engine
 
 
-class FSDPEngine(EngineCore):
+class FSDPEngine(TrainingEngine):
     """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
@@ -95,18 +93,12 @@ class FSDPEngine(EngineCore):
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
-        if device.type == "cpu" and linear.torch_is_slow(getattr(torch, fsdp.dtype)):
-            linear.speed_up(module)
-            if fsdp.dtype == "float32" and isinstance(module, RowReader):
-                module.sharing = replace(module.sharing, multiple=linear.ROWS)
+        if device.type == "cpu" and fsdp.dtype == "bfloat16" and bfloat16_is_slow():
+            compute_in_float32(module)
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         super().__init__(module, optim, device, total_steps)
         self._saves_memory = mesh.size() > 1 and reshards(fsdp, device)
-        self._ahead = mesh.size() > 1 and device.type == "cpu" and not self._saves_memory
-        exact = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
-        self._reductions = ReduceBehind() if self._ahead and exact and mesh.ndim == 1 else None
-        self._gathers: list[Any] = []
-        self._parts = shard(module, fsdp, device, mesh, self._reductions)
+        self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
@@ -124,14 +116,13 @@ class FSDPEngine(EngineCore):
         self.module.eval()
         outputs: dict[str, Tensor] = {}
         todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
-        self._gather_ahead()
         while todo:
             indices = todo.present
-            found = self._attempt(partial(self._outputs, batch, indices, options))
-            if found is None:
-                todo.repeat()
+            some = self._attempt(partial(self._outputs, batch, indices, options))
+            if some is None:
+                todo.restart()
                 continue
-            collect(outputs, found, indices, batch["responses"])
+            collect(outputs, some, indices, batch["responses"])
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
@@ -140,28 +131,17 @@ class FSDPEngine(EngineCore):
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, float]:
-        """Where memory does not suffice the micro-batches of one process shrink, for good, and the metrics have
-        `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out, and with several processes."""
+        """Out of memory, a single process makes its micro-batches smaller for good, and the metrics have `oom_retries`
+        and `token_budget_min`; TrainingStopped: of one row, or with several processes."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         todo = self._micro_batches("train", batch, max_tokens, max_rows, share=self._sequence_parallel)
         metrics: list[dict[str, float]] = []
-        if self._reductions is not None:
-            self._reductions.at_once = bool(earlier)
-        self._gather_ahead()
         while todo:
             self._sync_gradients(last=todo.last)
-            found = self._attempt(
-                lambda: self._loss(self._outputs(batch, todo.present, options), batch, todo.present, loss_fn)
-            )
-            if found is None:
-                todo.repeat()
-                continue
-            loss, values = found
-            complete = self._attempt(partial(_backward, loss))
-            del found, loss  # the graph
-            if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
+            values = self._attempt(partial(self._train_on, batch, todo.present, options, loss_fn))
+            if values is None:  # some layers may have their gradients: none of this call's can be kept
                 self._restore_gradients(earlier)
                 metrics.clear()
                 todo.restart()
@@ -169,8 +149,6 @@ class FSDPEngine(EngineCore):
             metrics.append(self._numbers(values))
             todo.advance()
             report_progress(todo.done, len(batch))
-        if self._reductions is not None:
-            self._reductions.finish()
         self._reshard()
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
@@ -186,7 +164,7 @@ class FSDPEngine(EngineCore):
             yield self.module
 
     @property
-    def whole_module(self) -> nn.Module | None:
+    def generation_module(self) -> nn.Module | None:
         return self.module.hf
 
     @contextmanager
@@ -226,7 +204,7 @@ class FSDPEngine(EngineCore):
     def _weight_norm(self) -> float:
         return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         for name, value in self.module.state_dict().items():
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -287,6 +265,15 @@ class FSDPEngine(EngineCore):
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> Any:
         return self.module(rows_of(batch, indices), **options)
 
+    def _train_on(
+        self, batch: Batch, indices: list[int], options: dict[str, Any], loss_fn: LossFn
+    ) -> Mapping[str, Any]:
+        """Adds the gradients of a micro-batch; returns its metrics."""
+        loss, values = self._loss(self._outputs(batch, indices, options), batch, indices, loss_fn)
+        with deterministic_backward():
+            loss.backward()
+        return values
+
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they
         reduce each at once, to hold only shards."""
@@ -295,25 +282,10 @@ class FSDPEngine(EngineCore):
             part.set_requires_gradient_sync(sync, recurse=False)
             part.set_reshard_after_backward(sync, recurse=False)
 
-    def _gather_ahead(self) -> None:
-        """On CPUs, ask for all weights at once: they come while the first layers compute, and no layer waits for the
-        slowest process, as each does where FSDP asks. On GPUs a stream of their own does this."""
-        if self._ahead:
-            self._gathers = [part.unshard(async_op=True) for part in self._parts]
-
     def _reshard(self) -> None:
-        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale, and so
-        does a part that the pass did not use what was gathered for it."""
-        while self._gathers:
-            self._gathers.pop().wait()
+        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
-
-
-def _backward(loss: Tensor) -> bool:
-    with deterministic_backward():
-        loss.backward()
-    return True
 
 
 def _without_adapters(module: Any, rows: CompactRows) -> Any:

@@ -23,32 +23,34 @@ logger = logging.getLogger(__name__)
 def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn.Module:
     """What `build` returns, on rank 0; elsewhere the same module with its parameters on the meta device (collective).
 
-    Buffers, adapters, what was found out about the architecture and all else travel with the structure; `take_weights`
-    brings the parameters. `prepare` runs on the other ranks and imports what the model's classes need; a rank that
-    cannot have them in this way builds the module by itself, and a warning says so. What ends `build` on rank 0 ends it
-    everywhere.
+    Everything but the parameters' values travels with the structure; `take_weights` brings these. `prepare` runs on the
+    other ranks and imports what the model's classes need; a rank where that fails builds the module by itself, with a
+    warning. An error of `build` on rank 0 is raised on every rank.
     """
     if dist.get_world_size() == 1:
         return build()
+    module: nn.Module | None = None
+    box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             module = build()
+            box = [_structure(module)]
         except Exception as error:
             known = isinstance(error, UserError)
-            _broadcast(error if known else RuntimeError(f"rank 0 could not build the model: {error!r}"))
-            raise
-        _broadcast(_structure(module))
+            box = [error if known else RuntimeError(f"rank 0 could not build the model: {error!r}")]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    (structure,) = box
+    if isinstance(structure, Exception):
+        raise structure
+    if module is not None:
         return module
     prepare()
-    received = _broadcast()
-    if isinstance(received, Exception):
-        raise received
-    if isinstance(received, bytes):
+    if isinstance(structure, bytes):
         try:
-            return pickle.loads(received)
+            return pickle.loads(structure)
         except Exception as error:  # its code is not on this node, for one
-            received = error
-    logger.warning("this process reads the whole model, as its structure cannot be sent: %s", received)
+            structure = error
+    logger.warning("this process reads the whole model, as its structure cannot be sent: %s", structure)
     return build()
 
 
@@ -72,13 +74,6 @@ def value_of_rank_0(parameter: nn.Parameter, device: torch.device) -> Tensor:
     value = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
     dist.broadcast(value, src=0)
     return value
-
-
-def _broadcast(value: Any = None) -> Any:
-    """The `value` of rank 0."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
 
 
 def _structure(module: nn.Module) -> bytes | str:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,15 +21,15 @@ from torch import Tensor, nn
 
 from valor.config.engine import BackboneConfig, MegatronConfig, OptimConfig
 from valor.data.batch import Batch
-from valor.engines.base import Limit, LossFn
-from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
+from valor.engines.base import Limit, LossFn, TrainingEngine, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
 from valor.engines.megatron.layout import make_groups, mpu
 from valor.engines.megatron.memory import HostMemory
-from valor.engines.megatron.model import Face, StageEnd, build_chunks, transformer_config
+from valor.engines.megatron.model import Face, StageEnd, build_stage, transformer_config
 from valor.engines.megatron.weights import Weights
 from valor.errors import TrainingStopped, UserError, out_of_memory
+from valor.models.internals import around
 from valor.models.load import import_model_code
 from valor.models.lora import has_adapters
 from valor.models.policy import PolicyModel, Reference
@@ -60,7 +59,7 @@ def build_megatron(
     return MegatronEngine(module, megatron=section.megatron, optim=optim, device=device, total_steps=total_steps)
 
 
-class MegatronEngine(EngineCore):
+class MegatronEngine(TrainingEngine):
     """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     megatron-core's groups exist before the engine (`make_groups`). The weights are those of rank 0's `module`, which
@@ -89,19 +88,17 @@ class MegatronEngine(EngineCore):
                 "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
             )
         is_policy = isinstance(module, PolicyModel)
-        chunks = build_chunks(module.hf, self._config, head=None if is_policy else module.float32_modules()[0])
-        self._faces = [Face(chunk, module.hf, shares_tokens=is_policy) for chunk in chunks]
-        self._weights = Weights(chunks, module)
+        stage = build_stage(module.hf, self._config, head=None if is_policy else module.float32_modules()[0])
+        self._face = Face(stage, module.hf, shares_tokens=is_policy)
+        self._weights = Weights(stage, module)
         self._weights.take(module, device)
         for parameter in module.parameters():
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
-        self._model = copy.copy(module)  # the same model around a stage of megatron-core's
-        self._model._modules = dict(module._modules)
+        self._model = around(module, self._face)
         self._model.sharing = self._sharing(is_policy)
-        self._stages: list[Any] = list(chunks)
+        self._stage: Any = stage
         if optim is None:
-            for chunk in chunks:
-                chunk.requires_grad_(False)
+            stage.requires_grad_(False)
         else:
             self._make_trainable(optim)
         self._first_norm = self._weight_norm()
@@ -113,11 +110,11 @@ class MegatronEngine(EngineCore):
     ) -> dict[str, Tensor]:
         self._model.eval()
         groups = self._plan("forward", batch, max_tokens, max_rows)
-        found = self._run(batch, groups, options, lambda outputs, indices: outputs, forward_only=True)
-        whole: dict[str, Tensor] = {}
-        for indices, outputs in zip(groups, found, strict=False):
-            collect(whole, outputs, indices, batch["responses"])
-        return self._from_last_stage(whole)
+        by_group = self._run(batch, groups, options, lambda outputs, indices: outputs, forward_only=True)
+        outputs: dict[str, Tensor] = {}
+        for indices, some in zip(groups, by_group, strict=False):
+            collect(outputs, some, indices, batch["responses"])
+        return self._from_last_stage(outputs)
 
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -130,19 +127,17 @@ class MegatronEngine(EngineCore):
             return loss, torch.zeros((), dtype=torch.int, device=self.device), values
 
         with deterministic_backward():
-            found = self._run(batch, groups, options, finish, forward_only=False)
-        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in found]))
+            metrics = self._run(batch, groups, options, finish, forward_only=False)
+        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in metrics]))
 
     def _plan(self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit) -> list[list[int]]:
-        """The rows of each micro-batch; empty ones, where other ranks have more, and so that stages can take turns."""
+        """The rows of each micro-batch; empty ones where other ranks have more."""
         share = self._megatron.context_parallel_size
         todo = self._micro_batches(verb, batch, max_tokens, max_rows, share=share)
         groups = []
         while todo:
             groups.append(todo.present)
             todo.advance()
-        if len(self._stages) > 1:
-            groups += [[] for _ in range(-len(groups) % self._megatron.pipeline_model_parallel_size)]
         return groups
 
     def _run(
@@ -160,9 +155,8 @@ class MegatronEngine(EngineCore):
         assert not (staged and options.get("reference")), "the reference has stages of its own"
         done = 0
 
-        def step(waiting: Iterator[list[int]], stage: Any) -> tuple[Any, Any]:
+        def step(waiting: Iterator[list[int]], _: Any) -> tuple[Any, Any]:
             indices = next(waiting)
-            self._model.hf = self._faces[self._stages.index(stage)]
             try:
                 outputs = self._model(rows_of(batch, indices), **options)
             except StageEnd as end:
@@ -172,13 +166,12 @@ class MegatronEngine(EngineCore):
             report_progress(done, len(batch))
             return outputs, lambda outputs, **_: finish(outputs, indices)
 
-        for stage in self._stages:
-            stage.train(not forward_only)
+        self._stage.train(not forward_only)
         try:
             return get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=[iter(groups) for _ in self._stages],
-                model=self._stages,
+                data_iterator=iter(groups),
+                model=self._stage,
                 num_microbatches=len(groups),
                 seq_length=1,  # of no account where lengths vary
                 micro_batch_size=1,
@@ -202,8 +195,8 @@ class MegatronEngine(EngineCore):
         return box[0]
 
     def _make_trainable(self, optim: OptimConfig) -> None:
-        megatron, config = self._megatron, self._config
-        distributed: dict[str, Any] = {"use_distributed_optimizer": megatron.use_distributed_optimizer}
+        config = self._config
+        distributed: dict[str, Any] = {"use_distributed_optimizer": True}
         adam = MegatronOptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -216,22 +209,12 @@ class MegatronEngine(EngineCore):
             params_dtype=config.params_dtype,
             **distributed,
         )
-        try:
-            reduction: dict[str, Any] = {"grad_reduce_in_fp32": True} | distributed | megatron.override_ddp_config
-            ddp_config = DistributedDataParallelConfig(**reduction)
-        except TypeError as error:
-            raise UserError(f"megatron.override_ddp_config: {error}") from error
-        self._stages = [
-            DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
-            for number, stage in enumerate(self._stages)
-        ]
-        if ddp_config.overlap_grad_reduce:
-            no_sync = [stage.no_sync for stage in self._stages]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
+        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
+        self._stage = DistributedDataParallel(config, reduction, self._stage)
         # Without a number of tokens: the losses are divided by the global denominators already.
         config.finalize_model_grads_func = lambda stages, _, **more: finalize_model_grads(stages, None, **more)
         # No overrides: weight decay acts on every parameter, as in the other engine.
-        self.optimizer = get_megatron_optimizer(adam, self._stages, {}, use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(adam, [self._stage], {}, use_gloo_process_groups=False)
 
     def _gradients(self) -> tuple[float, list[Tensor]]:
         self.optimizer.prepare_grads()
@@ -243,17 +226,16 @@ class MegatronEngine(EngineCore):
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
-        for stage in self._stages:
-            stage.zero_grad_buffer()
+        self._stage.zero_grad_buffer()
 
     def _weight_norm(self) -> float:
         return self._weights.norm() if self.optim is not None else 0.0
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._weights.whole(self.device)
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights.full(self.device)
 
     @property
-    def whole_module(self) -> None:
+    def generation_module(self) -> None:
         return None
 
     def unsharded(self) -> Any:
@@ -261,9 +243,7 @@ class MegatronEngine(EngineCore):
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:
-        self._model.hf = self._faces[0]
-        for stage in self._stages:
-            stage.eval()
+        self._stage.eval()
         yield partial(self._model, as_reference=True)
 
     def without_adapters(self) -> Any:
@@ -283,14 +263,13 @@ class MegatronEngine(EngineCore):
     def offload(self) -> None:
         if self.device.type == "cpu":
             return
-        parameters = [parameter for face in self._faces for parameter in face.chunk.parameters()]
+        parameters = list(self._face.stage.parameters())
         if self.optimizer is not None and self._megatron.optimizer_offload:
             self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
         if self._megatron.param_offload:
             self._weight_memory.leave(parameters)
-        if self.optimizer is not None and self._megatron.grad_offload:
-            for stage in self._stages:
-                stage.offload_grad_buffers()
+        if self.optimizer is not None and self._megatron.optimizer_offload:
+            self._stage.offload_grad_buffers()
         torch.cuda.empty_cache()
 
     def onload(self, *, optimizer: bool = True) -> None:
@@ -298,8 +277,7 @@ class MegatronEngine(EngineCore):
         if optimizer:
             self._optimizer_memory.come_back()
         if optimizer and self.optimizer is not None:
-            for stage in self._stages:
-                stage.restore_grad_buffers(synchronize=False)  # those that have left
+            self._stage.restore_grad_buffers(synchronize=False)  # those that have left
 
     def _sharing(self, is_policy: bool) -> Sharing:
         """How ranks divide rows."""

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
-from valor.config.engine import MegatronLayout
+from valor.config.engine import MegatronConfig
 from valor.errors import UserError
 
 mpu: Any = parallel_state  # whose functions say that they may return None, or a number
 _made: tuple[Any, tuple[int | None, ...]] = (None, ())  # the process group and the sizes of the groups there are
 
 
-def make_groups(config: MegatronLayout, device: torch.device) -> None:
+def make_groups(config: MegatronConfig, device: torch.device) -> None:
     """megatron-core's groups of this process (collective). They are one set for all of its roles.
 
     UserError: no GPU, sizes that the processes do not fit, or other sizes than those of an earlier role.
@@ -41,7 +41,6 @@ def make_groups(config: MegatronLayout, device: torch.device) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tensor"],
         pipeline_model_parallel_size=sizes["pipeline"],
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=sizes["context"],
         expert_model_parallel_size=sizes["expert"],
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,

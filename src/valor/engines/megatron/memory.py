@@ -1,4 +1,4 @@
-"""Device memory that its tensors leave for the host and come back to, wherever it is that views of them are held."""
+"""Moves storages to host and back; views stay valid."""
 
 from collections.abc import Iterable
 
@@ -10,19 +10,19 @@ class HostMemory:
     """What some tensors hold while their storages on the device are empty."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def leave(self, tensors: Iterable[Tensor], *, besides: Iterable[Tensor] = ()) -> None:
         """Copy to the host and free what `tensors` lie in, but not what the others lie in. Twice is as once."""
-        kept = {tensor.untyped_storage().data_ptr() for tensor in besides}
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in besides}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         for pointer, storage in storages.items():
-            if pointer not in kept and storage.nbytes():
-                self._held.append((storage, torch.UntypedStorage(storage.nbytes()).copy_(storage, False)))
+            if pointer not in excluded and storage.nbytes():
+                self._moved.append((storage, torch.UntypedStorage(storage.nbytes()).copy_(storage, False)))
                 storage.resize_(0)
 
     def come_back(self) -> None:
-        for storage, host in self._held:
+        for storage, host in self._moved:
             storage.resize_(host.nbytes())
             storage.copy_(host, False)
-        self._held.clear()
+        self._moved.clear()

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from valor.config.engine import MegatronLayout
+from valor.config.engine import MegatronConfig
 from valor.engines.megatron.layout import mpu
 from valor.errors import UserError
 from valor.models.attention import Segments
@@ -23,18 +23,18 @@ from valor.models.packing import packed_attention
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
-def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) -> TransformerConfig:
+def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) -> TransformerConfig:
     """UserError: an architecture that is not in `MODEL_TYPES`, sizes that do not divide it, fields that do not fit."""
     config, sizes = hf.config, megatron.sizes
     _refuse_what_is_missing(hf, config)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     experts = num_experts(config)
-    virtual, overrides = megatron.virtual_pipeline_model_parallel_size, megatron.override_transformer_config
+    overrides = megatron.override_transformer_config
     uneven = any(name.startswith(("num_layers_in_", "pipeline_model_parallel_layout")) for name in overrides)
     for what, count, size in (
         ("key-value heads", groups, sizes["tensor"]),
         ("heads of a process", heads // sizes["tensor"], sizes["context"]),
-        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"] * (virtual or 1)),
+        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"]),
         ("experts", experts, sizes["expert"]),
     ):
         if count % size:
@@ -63,11 +63,10 @@ def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) ->
         "perform_initialization": False,  # weights are read
         "tensor_model_parallel_size": sizes["tensor"],
         "pipeline_model_parallel_size": sizes["pipeline"],
-        "virtual_pipeline_model_parallel_size": virtual,
         "context_parallel_size": sizes["context"],
         "expert_model_parallel_size": sizes["expert"],
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
-        "sequence_parallel": megatron.sequence_parallel and sizes["tensor"] > 1,
+        "sequence_parallel": sizes["tensor"] > 1,
         "cp_comm_type": "a2a",
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": True,  # micro-batches of stages that follow each other differ in size
@@ -82,8 +81,6 @@ def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) ->
             "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
         }
-    if virtual:  # else two stages would have several messages between them at once
-        keys |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if recompute:
         keys |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
@@ -151,19 +148,12 @@ class Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def build_chunks(hf: Any, config: TransformerConfig, *, head: nn.Linear | None) -> list[GPTModel]:
-    """This stage's layers, its virtual stages one after another, with memory for the weights but not yet these.
+def build_stage(hf: Any, config: TransformerConfig, *, head: nn.Linear | None) -> GPTModel:
+    """This stage's layers, with memory for the weights but not yet these.
 
     head: what the last stage has in place of the language model's head, such as a critic's.
     """
-    number = config.virtual_pipeline_model_parallel_size or 1
-    return [_build_chunk(hf, config, head, None if number == 1 else stage) for stage in range(number)]
-
-
-def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, stage: int | None) -> GPTModel:
-    spec: Any = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
-    )
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
         parts = layer.submodules
@@ -172,29 +162,27 @@ def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, sta
         inside.core_attention = Attention
         if config.qk_layernorm:
             inside.q_layernorm = inside.k_layernorm = Norm
-    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
-    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    last = mpu.is_pipeline_last_stage()
     vocab, tensor = hf.config.vocab_size, config.tensor_model_parallel_size
-    chunk = GPTModel(
+    stage = GPTModel(
         config,
         spec,
         vocab_size=vocab + -vocab % tensor,
         max_sequence_length=hf.config.max_position_embeddings,
-        pre_process=first,
+        pre_process=mpu.is_pipeline_first_stage(),
         post_process=last,
         share_embeddings_and_output_weights=head is None and hf.config.tie_word_embeddings,
         position_embedding_type="none",  # rotary, by the frequencies of transformers
-        vp_stage=stage,
     )
     if last and head is not None:
-        del chunk.output_layer
-        chunk.score = nn.Linear(
+        del stage.output_layer
+        stage.score = nn.Linear(
             head.in_features, head.out_features, head.bias is not None, device=torch.cuda.current_device()
         )
-    chunk.to(torch.cuda.current_device())  # megatron-core makes routers on the host
-    for parameter in chunk.parameters():
+    stage.to(torch.cuda.current_device())  # megatron-core makes routers on the host
+    for parameter in stage.parameters():
         parameter.data.zero_()  # also the rows that fill up the vocabulary
-    return chunk
+    return stage
 
 
 class StageEnd(Exception):
@@ -208,9 +196,9 @@ class Face(nn.Module):
     states and of the head's weight, which each of them has whole, add up.
     """
 
-    def __init__(self, chunk: GPTModel, hf: Any, *, shares_tokens: bool) -> None:
+    def __init__(self, stage: GPTModel, hf: Any, *, shares_tokens: bool) -> None:
         super().__init__()
-        self.chunk, self.config, self._shares_tokens = chunk, hf.config, shares_tokens
+        self.stage, self.config, self._shares_tokens = stage, hf.config, shares_tokens
         self._padding: int | None = hf.get_input_embeddings().padding_idx
         self.frequencies: Tensor
         self.register_buffer("frequencies", hf.base_model.rotary_emb.inv_freq.float(), persistent=False)
@@ -221,23 +209,23 @@ class Face(nn.Module):
 
     @property
     def score(self) -> nn.Linear:
-        return self.chunk.score  # type: ignore[return-value]
+        return self.stage.score  # type: ignore[return-value]
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, segments: Segments | None = None, **_: Any
     ) -> SimpleNamespace:
         """`last_hidden_state` [b, s, H] of the last stage; another one raises StageEnd."""
-        chunk = self.chunk
+        stage = self.stage
         positions = (
             torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids[0]
         )
         angles = positions[:, None].float() * self.frequencies.to(positions.device)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
-        states = self._embedded(input_ids) if chunk.pre_process else None
-        states = chunk.decoder(states, attention_mask=None, rotary_pos_emb=rotary, attention_bias=segments)
-        if not chunk.post_process:
+        states = self._embedded(input_ids) if stage.pre_process else None
+        states = stage.decoder(states, attention_mask=None, rotary_pos_emb=rotary, attention_bias=segments)
+        if not stage.post_process:
             raise StageEnd(states)
-        if chunk.config.sequence_parallel:
+        if stage.config.sequence_parallel:
             states = tensor_parallel.gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=self._shares_tokens
             )
@@ -247,23 +235,23 @@ class Face(nn.Module):
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[s, b, H], or this rank's positions of it; the padding token's row has no gradient, as in transformers."""
-        states = self.chunk.embedding(input_ids, position_ids=None)
+        states = self.stage.embedding(input_ids, position_ids=None)
         if self._padding is None:
             return states
         padding = (input_ids == self._padding).t()[..., None]
-        if self.chunk.config.sequence_parallel:
+        if self.stage.config.sequence_parallel:
             group = mpu.get_tensor_model_parallel_group()
             padding = padding.chunk(group.size())[group.rank()]
         return torch.where(padding, states.detach(), states)
 
     def get_output_embeddings(self) -> SimpleNamespace:
-        """The head's weight [V, H], whole."""
-        chunk = self.chunk
-        own = chunk.output_layer.weight
-        own = chunk.shared_embedding_or_output_weight() if own is None else own
-        whole = tensor_parallel.gather_from_sequence_parallel_region(own)
-        return SimpleNamespace(weight=whole[: self.config.vocab_size], bias=None)
+        """The head's weight [V, H], gathered."""
+        stage = self.stage
+        part = stage.output_layer.weight
+        part = stage.shared_embedding_or_output_weight() if part is None else part
+        weight = tensor_parallel.gather_from_sequence_parallel_region(part)
+        return SimpleNamespace(weight=weight[: self.config.vocab_size], bias=None)
 
     def get_input_embeddings(self) -> SimpleNamespace:
         """Tells where token ids are read."""
-        return SimpleNamespace(weight=next(self.chunk.parameters()))
+        return SimpleNamespace(weight=next(self.stage.parameters()))

@@ -56,61 +56,30 @@ class Slot:
     stacked: bool
 
     def read(self, values: Sequence[Tensor]) -> Tensor:
-        """The whole tensor (collective in the groups), from tensors of the parameters' shapes."""
-        return self._joined(values, self.groups).reshape(self.flat)
-
-    def write(self, values: Sequence[Tensor], whole: Tensor) -> None:
-        """This rank's part of `whole` into tensors of the parameters' shapes."""
-        self._spread(values, whole.view(self.shape), self.groups)
-
-    def read_shard(self, values: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
-        """This rank's shard of the tensor as transformers has it, of which ranks of the returned group have one along
-        the returned dimension, each as large as the first one's or what is left."""
-        first, (group, dim) = self._sharing
-        part = self._joined(values, first)
-        if group is not None:  # without the rows that fill up the vocabulary
-            size = part.shape[dim]
-            part = part.narrow(dim, 0, min(max(self.shape[dim] - group.rank() * size, 0), size))
-        flat = list(self.flat)
-        flat[dim] = flat[dim] * part.shape[dim] // self.shape[dim]
-        return part.reshape(flat), group, dim
-
-    def write_shard(self, values: Sequence[Tensor], shard: Tensor) -> None:
-        """What `read_shard` gives, into tensors of the parameters' shapes."""
-        shape, (first, (_, dim)) = list(self.shape), self._sharing
-        shape[dim] = shape[dim] * shard.shape[dim] // self.flat[dim]
-        self._spread(values, shard.reshape(shape), first)
-
-    @property
-    def _sharing(self) -> tuple[Sequence[tuple[Any, int]], tuple[Any, int]]:
-        """The groups that have to be joined before the tensor can be laid out as transformers has it, and the other
-        one, if any: parts along a dimension that is split up, and not the first of it, do not lie together there."""
-        if self.groups and (self.groups[-1][1] == 0 or len(self.shape) == len(self.flat)):
-            return self.groups[:-1], self.groups[-1]
-        return self.groups, (None, 0)
-
-    def _joined(self, values: Sequence[Tensor], groups: Sequence[tuple[Any, int]]) -> Tensor:
+        """The full tensor (collective in the groups), from tensors of the parameters' shapes."""
         cuts = [self.cut(value.detach()) for value in values]
         part = torch.stack(cuts) if self.stacked else cuts[0]
-        for group, dim in groups:
+        for group, dim in self.groups:
             parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
             dist.all_gather(parts, part.contiguous(), group=group)
             part = torch.cat(parts, dim).narrow(dim, 0, self.shape[dim])
-        return part
+        return part.reshape(self.flat)
 
-    def _spread(self, values: Sequence[Tensor], part: Tensor, groups: Sequence[tuple[Any, int]]) -> None:
-        for group, dim in groups:
+    def write(self, values: Sequence[Tensor], full: Tensor) -> None:
+        """This rank's part of `full` into tensors of the parameters' shapes."""
+        part = full.view(self.shape)
+        for group, dim in self.groups:
             size = -(-self.shape[dim] // group.size())
             begin = min(group.rank() * size, self.shape[dim])
             part = part.narrow(dim, begin, min(size, self.shape[dim] - begin))
-        for value, one in zip(values, part if self.stacked else [part], strict=True):
-            place = self.cut(value.detach())
-            for dim, size in enumerate(one.shape):
-                place = place.narrow(dim, 0, size)
-            place.copy_(one)
+        for value, piece in zip(values, part if self.stacked else [part], strict=True):
+            target = self.cut(value.detach())
+            for dim, size in enumerate(piece.shape):
+                target = target.narrow(dim, 0, size)
+            target.copy_(piece)
 
 
-def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]], config: Any) -> list[Slot]:
+def find_slots(stage: nn.Module, shapes: Mapping[str, tuple[int, ...]], config: Any) -> list[Slot]:
     """The slots of this rank's parameters. `shapes`: of all tensors of the transformers module; `config`: its config.
 
     A tensor that is tied has one on the first stage and, if that is another one, on the last stage.
@@ -120,7 +89,7 @@ def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]
     expert = mpu.get_expert_model_parallel_group()
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    found: list[Slot] = []
+    slots: list[Slot] = []
 
     def add(
         name: str,
@@ -133,41 +102,40 @@ def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]
         name = name if name in shapes else _TIED[name]
         several = tuple((group, dim) for group, dim in shared if group.size() > 1)
         flat = shapes[name]
-        found.append(Slot(f"hf.{name}", flat, tuple(split or flat), tuple(parameters), cut, several, stacked))
+        slots.append(Slot(f"hf.{name}", flat, tuple(split or flat), tuple(parameters), cut, several, stacked))
 
-    for chunk in chunks:
-        experts: dict[tuple[str, str], list[nn.Parameter]] = {}
-        for own, parameter in chunk.named_parameters():
-            if (match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", own)) is None:
-                name, dim = _OUTSIDE[own]
-                add(name, [parameter], _same, [] if dim is None else [(tensor, dim)])
-                continue
-            number: Any = chunk.decoder.layers[int(match[1])].layer_number  # type: ignore[index, union-attr]
-            layer, rest = f"model.layers.{number - 1}.", match[2]
-            if rest in _LAYER:
-                name, dim = _LAYER[rest]
-                add(layer + name, [parameter], _same, [] if dim is None else [(tensor, dim)])
-            elif rest.startswith("self_attention.linear_qkv."):
-                for name, parts in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
-                    name = f"{layer}self_attn.{name}_proj.{rest.rpartition('.')[2]}"
-                    split = (groups, shapes[name][0] // (groups * size), size, *shapes[name][1:])
-                    cut = partial(_heads, per_group=heads // groups + 2, size=size, parts=parts)
-                    add(name, [parameter], cut, [(tensor, 0)], split)
-            elif rest == "mlp.linear_fc1.weight":
-                for half, name in enumerate(("gate", "up")):
-                    add(f"{layer}mlp.{name}_proj.weight", [parameter], partial(_half, half=half), [(tensor, 0)])
-            else:  # in the order of the experts
-                which = re.fullmatch(r"mlp\.experts\.local_experts\.\d+\.linear_(fc\d)\.weight", rest)
-                assert which is not None, rest
-                experts.setdefault((layer, which[1]), []).append(parameter)
-        for (layer, which), parameters in experts.items():
-            joined = which == "fc1"
-            name = f"{layer}mlp.experts.{'gate_up' if joined else 'down'}_proj"
-            count, rows, columns = shapes[name]
-            split = (count, 2, rows // 2, columns) if joined else None
-            cut = _in_halves if joined else _same
-            add(name, parameters, cut, [(expert_tensor, 2), (expert, 0)], split, stacked=True)
-    return found
+    experts: dict[tuple[str, str], list[nn.Parameter]] = {}
+    for local_name, parameter in stage.named_parameters():
+        if (match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", local_name)) is None:
+            name, dim = _OUTSIDE[local_name]
+            add(name, [parameter], _same, [] if dim is None else [(tensor, dim)])
+            continue
+        number: Any = stage.decoder.layers[int(match[1])].layer_number  # type: ignore[index, union-attr]
+        layer, rest = f"model.layers.{number - 1}.", match[2]
+        if rest in _LAYER:
+            name, dim = _LAYER[rest]
+            add(layer + name, [parameter], _same, [] if dim is None else [(tensor, dim)])
+        elif rest.startswith("self_attention.linear_qkv."):
+            for name, parts in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
+                name = f"{layer}self_attn.{name}_proj.{rest.rpartition('.')[2]}"
+                split = (groups, shapes[name][0] // (groups * size), size, *shapes[name][1:])
+                cut = partial(_heads, per_group=heads // groups + 2, size=size, parts=parts)
+                add(name, [parameter], cut, [(tensor, 0)], split)
+        elif rest == "mlp.linear_fc1.weight":
+            for half, name in enumerate(("gate", "up")):
+                add(f"{layer}mlp.{name}_proj.weight", [parameter], partial(_half, half=half), [(tensor, 0)])
+        else:  # in the order of the experts
+            which = re.fullmatch(r"mlp\.experts\.local_experts\.\d+\.linear_(fc\d)\.weight", rest)
+            assert which is not None, rest
+            experts.setdefault((layer, which[1]), []).append(parameter)
+    for (layer, which), parameters in experts.items():
+        joined = which == "fc1"
+        name = f"{layer}mlp.experts.{'gate_up' if joined else 'down'}_proj"
+        count, rows, columns = shapes[name]
+        split = (count, 2, rows // 2, columns) if joined else None
+        cut = _in_halves if joined else _same
+        add(name, parameters, cut, [(expert_tensor, 2), (expert, 0)], split, stacked=True)
+    return slots
 
 
 def _same(value: Tensor) -> Tensor:
@@ -190,33 +158,35 @@ def _heads(value: Tensor, per_group: int, size: int, parts: slice) -> Tensor:
 class Weights:
     """A transformers module's tensors in the parameters of all stages."""
 
-    def __init__(self, chunks: Sequence[nn.Module], module: Any) -> None:
+    def __init__(self, stage: nn.Module, module: Any) -> None:
         """`module`: the model under whose names tensors go in and out; its own weights are not read."""
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         shapes = {name.removeprefix("hf."): shape for name, shape in self.shapes.items()}
-        self.slots = find_slots(chunks, shapes, module.hf.config.get_text_config())
-        self._by_name: dict[str, list[Slot]] = {}
-        for slot in self.slots:
-            self._by_name.setdefault(slot.name, []).append(slot)
+        self.slots = find_slots(stage, shapes, module.hf.config.get_text_config())
+        self._by_name = {slot.name: slot for slot in self.slots}
         self._group = mpu.get_pipeline_model_parallel_group()
         stages: list[Any] = [None] * self._group.size()
         dist.all_gather_object(stages, list(self._by_name), group=self._group)
         self._owner = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
         assert set(self._owner) == set(self.shapes), set(self._owner) ^ set(self.shapes)
 
+    def owns(self, slot: Slot) -> bool:
+        """False on the last stage for a tensor that is tied to one of the first."""
+        return self._owner[slot.name] == self._group.rank()
+
     def take(self, module: nn.Module, device: torch.device) -> None:
         """The values that rank 0's `module` has (collective)."""
         for name, parameter in module.named_parameters():
             value = value_of_rank_0(parameter, device)
-            for slot in self._by_name.get(name, []):
-                slot.write(slot.parameters, value)
+            if name in self._by_name:
+                self._by_name[name].write(self._by_name[name].parameters, value)
 
-    def whole(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time, on all ranks (collective)."""
+    def full(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, full, one at a time, on all ranks (collective)."""
         dtype = self.slots[0].parameters[0].dtype
         for name, shape in self.shapes.items():
-            if self._owner[name] == self._group.rank():
-                slot = self._by_name[name][0]
+            slot = self._by_name.get(name)
+            if slot is not None and self.owns(slot):
                 value = slot.read(slot.parameters).contiguous()
             else:
                 kind = torch.float32 if name.startswith("hf.score.") else dtype
@@ -230,7 +200,7 @@ class Weights:
         world = dist.get_world_size()
         total = torch.zeros((), dtype=torch.float64, device=self.slots[0].parameters[0].device)
         for slot in self.slots:
-            if self._owner[slot.name] != self._group.rank():
+            if not self.owns(slot):
                 continue
             parts = prod(group.size() for group, _ in slot.groups) * self._group.size()
             for parameter in slot.parameters:  # each part is there on as many ranks as there are ranks to a part

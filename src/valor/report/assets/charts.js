@@ -1,59 +1,49 @@
-// What the scripts of all pages share: the page's data, elements, numbers as text, and the look of a chart.
+// What the scripts of all pages share: the page's data, and figures as Plotly takes them but for what `paint` and `trace` do.
 const data = JSON.parse(document.getElementById("run-data").textContent);
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const faint = (hex) => `${hex}29`; // 16 % of it: Plotly knows no color-mix
 const touch = matchMedia("(pointer: coarse)").matches;
+const options = { displayModeBar: false, responsive: true };
 
-const element = (tag, className, text) => {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
+// Colours are names of the style sheet, "--c1", or with an opacity, "--c1~29".
+const paint = (part) => {
+  if (typeof part === "string" && part.startsWith("--")) return color(part.slice(2).split("~")[0]) + (part.split("~")[1] ?? "");
+  if (Array.isArray(part)) return part.map(paint);
+  return part && typeof part === "object" ? Object.fromEntries(Object.entries(part).map(([key, one]) => [key, paint(one)])) : part;
 };
-const number = (value, unit) => {
-  if (value === null || value === undefined) return "not finite";
-  if (unit === "%") return `${(100 * value).toFixed(1)}%`;
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  if (size < 1e-3) return value.toExponential(1);
-  return String(Number(value.toPrecision(4)));
+// Running median, then mean, over a twentieth of the run around each step: no lag, and a spike stays out of the trend.
+const running = (values, reach, summary) => values.map((value, i) => (
+  value === null ? null : summary(values.slice(Math.max(0, i - reach), i + reach + 1).filter((one) => one !== null))));
+const median = (numbers) => numbers.sort((a, b) => a - b)[numbers.length >> 1];
+const mean = (numbers) => numbers.reduce((sum, one) => sum + one, 0) / numbers.length;
+const smooth = (values) => {
+  const reach = Math.max(2, Math.round(values.length / 40));
+  return running(running(values, reach, median), reach, mean);
 };
-const short = (value) => number(value === null ? null : Number(value.toPrecision(3)));
-const base = () => ({
-  paper_bgcolor: "rgba(0,0,0,0)",
-  plot_bgcolor: "rgba(0,0,0,0)",
-  font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
-  margin: { l: 46, r: 8, t: 10, b: 38 },
-  showlegend: false,
-  hovermode: "x unified",
-  hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 } },
-  dragmode: touch ? false : "zoom",
-  xaxis: {
-    ...axis(), title: { text: "step", standoff: 2, font: { size: 11.5 } }, unifiedhovertitle: { text: "step %{x}" },
-    spikecolor: color("soft"), spikethickness: 1, spikedash: "solid",
-  },
-  yaxis: axis(),
-});
-const guide = (x0, y0, x1, y1) => (
-  { type: "line", x0, y0, x1, y1, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } });
-const band = (x, high, low, stroke) => (
-  { x: [...x, ...x.toReversed()], y: [...high, ...low.toReversed()], fill: "toself", fillcolor: faint(stroke), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
+// `curve` names a metric of the page's data, drawn as it is or smoothed.
+const trace = ({ curve, trend, ...others }) => {
+  if (!curve) return paint(others);
+  const [index, values] = data.metrics.curves[curve];
+  return { ...paint(others), x: data.metrics.steps[index], y: trend ? smooth(values) : values };
+};
 const axis = () => ({
   gridcolor: color("grid"), linecolor: color("line"), zeroline: false, fixedrange: touch, automargin: true,
   tickfont: { size: 11.5 }, nticks: 6, exponentformat: "e",
 });
-for (const one of document.querySelectorAll("details.numbers")) one.open = false; // without scripts they are all there is
-const options = { displayModeBar: false, responsive: true };
-
-const legend = (list, entries) => {
-  list.replaceChildren(...entries.map(({ label, value, stroke, shape }) => {
-    const item = element("li");
-    const key = element("i", shape);
-    key.style.color = stroke;
-    key.style.borderTopColor = stroke;
-    item.append(key, `${label} `, element("b", "", value));
-    return item;
-  }));
+const draw = ({ id, traces, layout }) => {
+  const { xaxis, yaxis, ...others } = paint(layout);
+  if (layout.height) byId(`plot-${id}`).style.height = `${layout.height}px`;
+  Plotly.react(`plot-${id}`, traces.map(trace), {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 46, r: 8, t: 10, b: 38 }, hovermode: "closest",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
+    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 } },
+    showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, dragmode: touch ? false : "zoom",
+    ...others, xaxis: { ...axis(), ...xaxis }, yaxis: { ...axis(), ...yaxis },
+  }, options);
+};
+const start = (drawAll) => {
+  for (const one of document.querySelectorAll("details.numbers")) one.open = false; // without scripts they are all there is
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawAll();
+  document.documentElement.dataset.ready = "yes";
 };

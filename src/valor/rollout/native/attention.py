@@ -1,14 +1,13 @@
-"""Attention over slots: how a transformers model is made to decode rows of different lengths from one `SlotCache`.
+"""Attention by which a transformers model decodes rows of different lengths from one `SlotCache`.
 
-Two functions are registered with transformers under the name `valor_slots`: a mask maker, which sees every mask rule
-of the model (causal, sliding window, chunked) as an index function, and an attention function, which treats the
-query heads of one key-value head as its queries, so that keys and values are never repeated.
+Registered with transformers as `valor_slots`: a mask function, which gets every mask rule of the model (causal, sliding
+window, chunked) as an index function, and an attention function, which never repeats keys and values for query heads.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from valor.rollout.native.kv_cache import PromptCache, SlotCache
 
 IMPLEMENTATION = "valor_slots"
 
-# The cache that the model call under way fills (prefill) or extends (decode step).
+# The cache that the present model call fills (prefill) or extends (decode step).
 _serving: ContextVar[PromptCache | SlotCache] = ContextVar("valor_serving_cache")
 
 
@@ -38,18 +37,17 @@ def serving(cache: PromptCache | SlotCache) -> Iterator[None]:
 
 @contextmanager
 def generation_mode(hf: nn.Module) -> Iterator[None]:
-    """The model's attention goes through this file, and dropout and checkpointing are off; undone at exit."""
-    configs = configs_of(hf)
-    previous = [config._attn_implementation for config in configs]
+    """The model's attention is this file's, and dropout and checkpointing are off; undone at exit."""
+    previous = [(config, config._attn_implementation) for config in configs_of(hf)]
     training = [module for module in hf.modules() if module.training]
-    for config in configs:
+    for config, _ in previous:
         config._attn_implementation = IMPLEMENTATION
     for module in training:
         module.training = False
     try:
         yield
     finally:
-        for config, name in zip(configs, previous, strict=True):
+        for config, name in previous:
             config._attn_implementation = name
         for module in training:
             module.training = True
@@ -66,19 +64,17 @@ def check_supported(hf: nn.Module) -> None:
 
 
 def slot_mask(
-    *,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[..., Tensor],
+    *,
+    mask_function: Callable[..., Any],
     device: torch.device,
     local_size: int | None = None,
     use_vmap: bool = False,
     **_: object,
 ) -> Tensor | None:
-    """Additive float32 mask of one mask rule of the model, None where plain causal attention needs none.
-
-    Decoding: [B, 1, 1, kv_length] over the columns of `SlotCache`. Prefill: [1, 1, q_length, kv_length].
-    """
+    """Additive float32 mask, None where plain causal attention needs none. Decoding: [B, 1, 1, kv_length] over the
+    columns of `SlotCache`; prefill: [1, 1, q_length, kv_length]."""
     cache = _serving.get()
     if use_vmap:
         raise UserError("this model's attention mask is not index-based; the native rollout engine cannot drive it")
@@ -92,9 +88,9 @@ def slot_mask(
     else:
         batch = torch.arange(cache.positions.shape[0], device=device)[:, None, None, None]
         queries = cache.positions[:, None, None, None]
-        columns = cache.column_positions()[:, None, None, :]
-    seen = columns <= queries if plain else mask_function(batch, 0, queries, columns)
-    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+        columns = torch.arange(kv_length, device=device)[None, None, None, :]
+    visible = columns <= queries if plain else mask_function(batch, 0, queries, columns)
+    return torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
 
 
 def slot_attention(
@@ -118,9 +114,8 @@ def slot_attention(
     scores = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     cache = _serving.get()
     if isinstance(cache, SlotCache):
-        return decode_attention(cache, query, key, value, attention_mask, scores), None
-    cache.direct &= key is cache.states[cache.current_layer][0]
-    return prefill_attention(cache, query, key, value, attention_mask, scores), None
+        return decode_attention(query, key, value, attention_mask, scores), None
+    return prefill_attention(query, key, value, attention_mask, scores), None
 
 
 class ScoreRule(NamedTuple):
@@ -146,9 +141,7 @@ class ScoreRule(NamedTuple):
         return torch.softmax(torch.cat([products, sinks], dim=-1), dim=-1)[..., :-1]
 
 
-def prefill_attention(
-    cache: PromptCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
-) -> Tensor:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
     """Causal attention among the tokens of each prompt."""
     gqa = query.shape[1] != key.shape[1]
     if rule.softcap is None and rule.sinks is None:
@@ -166,59 +159,26 @@ def prefill_attention(
     return (weights @ value).view(batch, heads, length, -1).transpose(1, 2).contiguous()
 
 
-def decode_attention(
-    cache: SlotCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
-) -> Tensor:
-    """Attention of one new token per row over its prompt and its own columns: [B, 1, heads, value size].
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Attention of one new token per row over its columns: [B, 1, heads, value size].
 
-    The heads that share a key-value head are query rows of one product, and so are, for the prompt's part, all samples
-    of that prompt. Scores, mask and softmax are float32.
+    The heads that share a key-value head are query rows of one product. Scores, mask and softmax are float32.
     """
-    batch, heads, _one, size = query.shape
+    batch, heads, _, size = query.shape
     query = query.reshape(batch, key.shape[1], -1, size)
-    split = cache.prompt_width
-    products = _products(key, query).float()
-    if split:
-        own, products = products, query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
-        products[..., split:] = own
-        assert key is cache.current_keys, "prompts are shared only where attention sees the cache's own keys"
-        prompt_keys, prompt_values = cache.prompt()
-        products[..., :split] = _to_rows(cache, _products(prompt_keys, _to_groups(cache, query)))
-    weights = rule.weights(products, mask).to(value.dtype)
-    out = weights[..., split:] @ value
-    if split:
-        out = out + _to_rows(cache, _to_groups(cache, weights[..., :split]) @ prompt_values)
-    return out.reshape(batch, 1, heads, -1)
+    weights = rule.weights(_products(key, query).float(), mask).to(value.dtype)
+    return (weights @ value).reshape(batch, 1, heads, -1)
 
 
 def _products(keys: Tensor, queries: Tensor) -> Tensor:
-    """keys [b, h, L, D], queries [b, h, g, D] -> [b, h, g, L], in float32 where the device can, as flash attention.
-
-    Keys stand on the left in bfloat16: with few query rows the CPU libraries are 1.5-3 times faster at that. They have
-    no product of bfloat16 numbers in float32; there the scores are rounded once.
-    """
+    """keys [b, h, L, D], queries [b, h, g, D] -> [b, h, g, L], in float32 but for bfloat16 on a CPU, which has no such
+    product; with keys on the left, which the CPU libraries multiply 1.5-3 times faster for few queries."""
     if keys.dtype is torch.float32:
         return queries @ keys.transpose(2, 3)
     if keys.device.type == "cpu":
         return (keys @ queries.transpose(2, 3)).transpose(2, 3)
     flat = torch.bmm(keys.flatten(0, 1), queries.transpose(2, 3).flatten(0, 1), out_dtype=torch.float32)
     return flat.unflatten(0, keys.shape[:2]).transpose(2, 3)
-
-
-def _to_groups(cache: SlotCache, rows: Tensor) -> Tensor:
-    """[B, kv heads, g, X] -> [prompts, kv heads, samples * g, X]: the rows of one prompt side by side."""
-    prompts, samples = cache.members.shape
-    _batch, kv_heads, group, last = rows.shape
-    grouped = rows if cache.place is None else rows[cache.members.view(-1)]
-    return grouped.reshape(prompts, samples, kv_heads, group, last).transpose(1, 2).reshape(prompts, kv_heads, -1, last)
-
-
-def _to_rows(cache: SlotCache, grouped: Tensor) -> Tensor:
-    """Undo `_to_groups`."""
-    prompts, samples = cache.members.shape
-    _prompts, kv_heads, _group, last = grouped.shape
-    rows = grouped.reshape(prompts, kv_heads, samples, -1, last).transpose(1, 2).flatten(0, 1)
-    return rows if cache.place is None else rows[cache.place]
 
 
 AttentionInterface.register(IMPLEMENTATION, slot_attention)

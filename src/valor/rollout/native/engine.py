@@ -6,7 +6,7 @@ that last token. Decoding, sampling and log-probabilities so have one path: a st
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode, token_versions
+from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.decoder import Decoder, agrees, packed_linears
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
@@ -29,13 +29,11 @@ from valor.tracking.progress import report_tokens
 # A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
 ENOUGH_TOKENS, MAX_PADDING = 512, 0.125
 MAX_TOKENS = 8192  # of a prefill, which memory has to hold
-# Steps between two visits of the rows' records.
-MAX_SEGMENT = 128
-# Where further requests may come meanwhile.
-OPEN_SEGMENT = 16
+# Most steps between two looks at the source: where no more requests come, and where they may.
+CLOSED_SEGMENT, OPEN_SEGMENT = 128, 16
 # Steps between two looks at whether a row has ended: a GPU waits for each of them.
-STEPS_PER_TEST = {"cpu": 1, "cuda": 8}
-# Of the memory that is free when a generation begins, what its cache may take. The cache grows by half.
+GPU_STEPS_PER_TEST = 8
+# Share of the memory free at the start that the cache may take. It grows by half.
 CACHE_SHARE = 0.9 / 1.5
 
 logger = logging.getLogger(__name__)
@@ -67,9 +65,8 @@ class NativeEngine(RolloutEngine):
         self._max_num_seqs = max_num_seqs
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = num_positions(self._config) or 2**31
-        self._layout: ExitStack | None = None  # while it generates
-        self._decoder: Decoder | None = None
-        self._direct: bool | None = None  # whether it can be driven by a Decoder, once that is known
+        self._decoder: Decoder | None = None  # while it generates
+        self._direct: bool | None = None  # whether a Decoder drives the model, once that is known
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -95,17 +92,7 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
-        """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
-        try:
-            with ExitStack() as self._layout:
-                self._lay_out()
-                yield
-        finally:
-            self._layout = self._decoder = None
-
-    def _lay_out(self) -> None:
-        assert self._layout is not None
-        self._decoder = None
+        """Weights in the layout that is fastest, for the block."""
         if self._direct is not False:
             try:
                 decoder = Decoder(self._hf)
@@ -114,14 +101,11 @@ class NativeEngine(RolloutEngine):
                 self._decoder = decoder if self._direct else None
             except (AttributeError, KeyError, TypeError):
                 self._direct = False
-        if self._decoder is None:
-            self._layout.enter_context(packed_linears(self._hf))
-
-    def _step(self, fed: Tensor, cache: SlotCache) -> Tensor:
-        """Logits [B, V] after the tokens `fed` [B]."""
-        if self._decoder is not None:
-            return self._decoder(fed[:, None], cache.positions[:, None], cache)
-        return self._forward(fed[:, None], cache.positions[:, None], cache)
+        try:
+            with nullcontext() if self._direct else packed_linears(self._hf):
+                yield
+        finally:
+            self._decoder = None
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
         """Logits [B, V] after the last of the tokens [B, q], by the model's own forward pass."""
@@ -130,7 +114,7 @@ class NativeEngine(RolloutEngine):
             return self._hf(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _attempt(self, intake: Intake) -> None:
-        """Generate all requests, or less of them where memory does not suffice."""
+        """Generate all requests, or those that end before memory runs out."""
         most = len(intake.pending) if intake.ended else intake.source.max_requests
         slots = min(self._max_num_seqs, self._affordable(intake.source), most)
         try:
@@ -150,7 +134,7 @@ class NativeEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def _affordable(self, source: RequestSource) -> int:
-        """How many rows as long as the longest one may become the free memory can hold; at least 1."""
+        """How many rows of the greatest length the free memory can hold; at least 1."""
         free = free_bytes(input_device(self._hf))
         if free is None:
             return source.max_requests
@@ -164,14 +148,19 @@ class NativeEngine(RolloutEngine):
         while waiting:
             # Turns of episodes have prompts of their own; samples of one prompt come together, and nothing after them.
             compiled = self._decoder is not None and self._decoder.compiled
-            cache = SlotCache(slots, shared=intake.ended and waiting.worth_sharing(), blocked=compiled)
+            shared = compiled and intake.ended and waiting.worth_sharing()
+            cache = SlotCache(slots, shared=shared, blocked=compiled)
             rows: list[Row] = []
             while rows or waiting:
-                groups = waiting.admit(len(rows))
-                if groups:
+                if groups := waiting.admit(len(rows)):
                     self._prefill(groups, cache, rows)
-                self._decode_until_change(cache, rows, waiting, intake)
-            while not (waiting or intake.ended):  # what has come may have been taken back at once
+                while rows and not waiting.can_join(len(rows)):
+                    self._decode_segment(cache, rows, CLOSED_SEGMENT if intake.ended else OPEN_SEGMENT)
+                    for slot in reversed(range(len(rows))):
+                        if reason := rows[slot].finish_reason():
+                            intake.finish(_remove(rows, slot, cache), reason, self.weights_version or 0)
+                    self._poll(cache, rows, waiting, intake, wait=False)
+            while not (waiting or intake.ended):  # what has come may have been aborted at once
                 self._poll(cache, rows, waiting, intake, wait=True)
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
@@ -187,8 +176,6 @@ class NativeEngine(RolloutEngine):
                 # Padding (any token) on the right: causal attention keeps it from touching what comes before.
                 padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
                 self._forward(padded, torch.arange(width, device=device)[None], prefill)
-            if not rows:
-                cache.shared &= prefill.direct
             cache.reserve_prompts(left, width)
             left -= len(batch)
             for index, group in enumerate(batch):
@@ -197,33 +184,21 @@ class NativeEngine(RolloutEngine):
                 rows.extend(self._new_row(request, prompt) for request in group.members)
 
     def _new_row(self, request: Request, prompt: int) -> Row:
-        params = request.params
+        params, begun = request.params, request.begun
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        had, uniforms = request.begun, uniform_stream(request.seed, max_new)
-        versions = token_versions(had.spans)
-        return Row(request, prompt, stops, max_new, uniforms, [*had.token_ids], [*had.log_probs], versions)
-
-    def _decode_until_change(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake) -> None:
-        """Decode until all rows are done, or enough have left for waiting requests to join."""
-        while rows and not waiting.can_join(len(rows)):
-            self._decode_segment(cache, rows, MAX_SEGMENT if intake.ended else OPEN_SEGMENT)
-            for slot in reversed(range(len(rows))):
-                reason = rows[slot].finish_reason()
-                if reason is not None:
-                    intake.finish(_remove(rows, slot, cache), reason)
-            self._poll(cache, rows, waiting, intake, wait=False)
+        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new), [*begun.token_ids], [])
 
     def _poll(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake, *, wait: bool) -> None:
-        """Take what has come, and give back what is to end."""
+        """Queue new requests and end aborted ones."""
         waiting.add(intake.poll(wait=wait))
         if intake.aborted:
             for request in waiting.remove(intake.aborted):  # they have not started
-                intake.tell(request, request.begun)
+                intake.deliver(request, request.begun)
             for slot in reversed(range(len(rows))):
                 if rows[slot].request.request_id in intake.aborted:
-                    intake.finish(_remove(rows, slot, cache), "abort")
-            intake.aborted.clear()  # what is left of it has ended before it was heard
+                    intake.finish(_remove(rows, slot, cache), "abort", self.weights_version or 0)
+            intake.aborted.clear()  # the rest had ended before
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:
         """Give all rows one token after another until one of them ends, or for `longest` steps.
@@ -231,70 +206,68 @@ class NativeEngine(RolloutEngine):
         Raises RuntimeError when the model's logits are not finite.
         """
         device = input_device(self._hf)
-        sampler = BatchSampler([row.request.params for row in rows], device)
-        cache.arrange([row.prompt for row in rows], [row.own_columns for row in rows], device)
-        steps = min(longest, *(row.max_new - len(row.token_ids) for row in rows))
-        done = [len(row.token_ids) for row in rows]
-        uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
+        sampler, forward = BatchSampler([row.request.params for row in rows], device), self._decoder or self._forward
+        cache.arrange([row.prompt for row in rows], [row.columns for row in rows], device)
+        starts = [len(row.token_ids) for row in rows]
+        steps = min(longest, *(row.max_new - start for row, start in zip(rows, starts, strict=True)))
+        uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, starts, strict=True)], axis=1)
         uniforms = torch.from_numpy(uniforms).to(device)
         stops = _stop_table(rows, device)
-        fed = torch.tensor([row.last_token for row in rows], device=device)
-        chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
-        per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
+        new = torch.tensor([row.last_token for row in rows], device=device)
+        sampled, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
+        per_test = 1 if device.type == "cpu" else GPU_STEPS_PER_TEST
         for step in range(steps):
             cache.advance()
-            fed, log_probs = sampler(self._step(fed, cache), uniforms[step])
-            chosen.append(fed)
+            logits = forward(new[:, None], cache.positions[:, None], cache)
+            new, log_probs = sampler(logits, uniforms[step])
+            sampled.append(new)
             scored.append(log_probs)
-            ended = ended | (fed[:, None] == stops).any()
+            ended = ended | (new[:, None] == stops).any()
             if (step + 1) % per_test == 0 and bool(ended):
                 break
         scores = torch.stack(scored, dim=1)
         if not bool(torch.isfinite(scores).all()):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
-        tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
-        for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
-            row.add(row_tokens, row_values, self.weights_version or 0)
-        report_tokens(sum(map(len, tokens)))
+        tokens = torch.stack(sampled, dim=1).tolist()
+        for row, row_tokens, row_log_probs in zip(rows, tokens, scores.tolist(), strict=True):
+            row.add(row_tokens, row_log_probs)
+        report_tokens(scores.numel())
 
 
 class NativeCopy(NativeEngine):
-    """Generates with `policy`, a model of its own, whose weights are written over after every update of the actor's."""
+    """Generates with `policy`, a model of its own, whose weights are overwritten after every update of the actor's."""
 
     weight_mode: WeightMode = "copied"
 
     def __init__(self, policy: PolicyModel, *, eos_token_ids: Sequence[int], max_num_seqs: int) -> None:
         super().__init__(policy.requires_grad_(False).hf, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
-        self._held = dict(plain_weights(policy, policy.state_dict().items()))
+        self._weights = dict(plain_weights(policy, policy.state_dict().items()))
         self.weights_version = None
 
     @torch.no_grad()
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
-        """Take over `weights`, whole and under the names of the Hugging Face model."""
+        """Copy `weights`, unsharded and under the names of the Hugging Face model."""
         if weights is None:
             raise ValueError("this engine has a model of its own: it must be given the policy's weights")
         self.weights_version = self.weights_checksum = None
         for name, tensor in weights:
-            self._held[name].copy_(tensor)
-        self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._held.values()]).sum())
+            self._weights[name].copy_(tensor)
+        self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._weights.values()]).sum())
         self.weights_version = version
-        if self._layout is not None:  # in the middle of a generation, which computes with copies of the old ones
-            self._layout.close()
-            self._lay_out()
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """The tokens with which each row may end, int64 [B, most]; -1, which no token is, fills up."""
+    """The tokens with which each row may end, int64 [B, most], padded with -1."""
     ends = [row.stop_ids.union(stop.candidates if (stop := row.request.params.stop) else ()) for row in rows]
     most = max(map(len, ends))
     return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in ends], dtype=torch.long, device=device)
 
 
 def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
-    """Take a row out; the last row takes its slot, and the last prompt that of a prompt which nobody continues."""
+    """Take a row out; the last row takes its slot, and the last prompt the number of one that no row continues."""
     row, last = rows[slot], rows.pop()
     if slot < len(rows):
-        cache.own.move(len(rows), slot, last.own_columns)
+        cache.own.move(len(rows), slot, last.columns)
         rows[slot] = last
     if cache.shared and all(other.prompt != row.prompt for other in rows):
         moved = cache.drop_prompt(row.prompt)

@@ -1,9 +1,8 @@
 """Key-value memory of the native engine, behind the calls that transformers models make on a cache.
 
-`PromptCache` receives one prefill. `SlotCache` is the memory of the sequences that are being decoded, in two parts:
-the keys and values of a prompt are kept once, however many samples continue it, and each sample has a row of its own
-for what comes after. Nothing is padded on the left, so positions follow from lengths alone, and rows can join, leave
-and be moved without touching the others.
+`PromptCache` receives one prefill. `SlotCache` holds the sequences in decoding, a row of columns for each; the compiled
+loops also read a prompt that several samples share from one place. Nothing is padded on the left, so positions follow
+from lengths alone, and rows can join, leave and be moved without touching the others.
 """
 
 from collections.abc import Sequence
@@ -14,16 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-# Position of a column that holds nothing: later than any query, so that every causal mask hides it.
-NOWHERE = 2**40
 # Columns are added in chunks, at least half as many again as there are, so that copies stay rare.
 MIN_GROWTH = 128
-# What compiled loops take at once: keys of a block, and rows of a sum.
-BLOCK, AT_ONCE = 64, 8
+# Compiled loops: keys of a block; multiple to which sizes are filled up.
+BLOCK, SIMD_WIDTH = 64, 8
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that new tensors can have on a CUDA device, what torch keeps and does not use included; None elsewhere."""
+    """Memory that new tensors can have on a CUDA device, torch's unused reserve included; None elsewhere."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -31,21 +28,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class PromptCache(Cache):
-    """Keeps keys and values of one prefill: per layer two of [prompts, kv heads, columns, head size].
-
-    `direct` tells whether attention computed with them as they are (not so if the cache holds compressed latents).
-    """
+    """Keys and values of one prefill: per layer two of [prompts, kv heads, columns, head size]."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.current_layer = 0
-        self.direct = True
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.current_layer = layer_idx
         self.states[layer_idx] = key_states, value_states
         return key_states, value_states
 
@@ -60,9 +51,11 @@ class PromptCache(Cache):
 
 
 class Columns:
-    """Growing per-layer buffers of keys and values, each [rows, kv heads, columns, head size], of which the caller
-    knows what is in use. `blocked`: keys are [rows, kv heads, columns / BLOCK, head size, BLOCK], in which a query's
-    products with neighbouring keys read neighbouring numbers."""
+    """Growing per-layer buffers of keys and values, each [rows, kv heads, columns, head size].
+
+    `blocked`: keys are [rows, kv heads, columns / BLOCK, head size, BLOCK], in which a query's products with
+    neighbouring keys read neighbouring numbers.
+    """
 
     def __init__(self, blocked: bool) -> None:
         self.blocked = blocked
@@ -78,13 +71,13 @@ class Columns:
             columns = max(columns, self.columns + max(MIN_GROWTH, self.columns // 2))
             self.columns = columns + -columns % BLOCK
         self.rows = max(rows, self.rows)
-        for layer, kept in self.layers.items():
-            self.layers[layer] = self._new(kept)
-            for new, old in zip(self.layers[layer], kept, strict=True):
+        for layer, buffers in self.layers.items():
+            self.layers[layer] = self._new(buffers)
+            for new, old in zip(self.layers[layer], buffers, strict=True):
                 new[: old.shape[0], :, : old.shape[2]] = old
 
     def layer(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The buffers of a layer, made with heads, size and dtype of `like` [_, kv heads, _, head size] if need be."""
+        """The buffers of a layer; new ones have heads, size and dtype of `like` [_, kv heads, _, head size]."""
         if layer not in self.layers:
             self.layers[layer] = self._new(like)
         return self.layers[layer]
@@ -113,16 +106,15 @@ class Columns:
 
 
 class SlotCache(Cache):
-    """Prompts and rows in decoding. The engine says with `arrange` who continues which prompt, with `advance` that a
-    step begins, and attention reads the state of that step from here.
+    """Rows in decoding. The engine says with `arrange` which prompt each row continues, with `advance` that a step
+    begins, and attention reads the state of that step from here.
 
-    With `shared` off, which must be said before the first prompt comes, a prompt is copied into the rows that continue
-    it instead: less work per step for short prompts and single samples, and the way for keys that are not `direct`.
+    `shared`: prompts are stored once for all rows that continue them, which only compiled loops can read. Else they are
+    copied into these rows: less work per step for short prompts and single samples.
 
-    State: `prompt_lengths` and `prompt_width` (longest) of the stored prompts [P]; `members` [P, n] the rows that
-    continue each prompt, padded with any row; `place` [B] where row b stands in `members`, flattened; `prompt_of` [B]
-    the prompt of each row and `starts` [B] its length, 0 where it is part of the row; `positions` [B] of the tokens now
-    fed and `write_at` [B] their columns; `width` columns of the rows in use, the new token's included.
+    State: `prompt_lengths` and `prompt_width` (longest) of the shared prompts; `prompt_of` [B] the prompt of each row
+    and `starts` [B] its length, 0 where it is part of the row; `positions` [B] of the new tokens and `write_at` [B]
+    their columns; `width` columns of the rows, the new token's included; `even`: all rows are equally long.
     """
 
     def __init__(self, max_rows: int, shared: bool, blocked: bool = False) -> None:
@@ -131,19 +123,18 @@ class SlotCache(Cache):
         self.prompts, self.own = Columns(blocked), Columns(blocked)
         self.max_rows = max_rows
         self.prompt_lengths: list[int] = []
-        self.current_layer = 0
         self.width = 0
         self._index: dict[int, Tensor] = {}
 
     def reserve_prompts(self, count: int, longest: int) -> None:
-        """Make room for `count` more prompts of up to `longest` tokens at once."""
+        """Make room for `count` more prompts of up to `longest` tokens."""
         if self.shared:
             self.prompts.reserve(len(self.prompt_lengths) + count, longest)
         else:
             self.own.reserve(self.max_rows, longest + MIN_GROWTH)
 
     def add_prompt(self, prefill: PromptCache, index: int, length: int, rows: slice) -> int:
-        """Take the first `length` columns of prompt `index` of a prefill for `rows`, room being there.
+        """Store the first `length` columns of prompt `index` of a prefill for `rows`.
 
         Returns the number of the prompt, or -1 when prompts are not shared.
         """
@@ -156,12 +147,6 @@ class SlotCache(Cache):
             store.fill(layer, rows, (keys[index, :, :length], values[index, :, :length]))
         return number
 
-    def prompt(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the stored prompts in the layer last updated, [P, kv heads, prompt_width, head size]."""
-        stored = slice(len(self.prompt_lengths))
-        keys, values = (x[stored, :, : self.prompt_width] for x in self.prompts.layers[self.current_layer])
-        return keys, values
-
     def drop_prompt(self, number: int) -> int:
         """Forget a prompt; the last one takes its number. Returns the number that the last one had."""
         last = len(self.prompt_lengths) - 1
@@ -172,67 +157,41 @@ class SlotCache(Cache):
         return last
 
     def arrange(self, prompt_of: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        """Row b continues prompt `prompt_of[b]` and has `lengths[b]` columns of its own."""
+        """Row b continues prompt `prompt_of[b]` and has `lengths[b]` columns."""
         starts = [self.prompt_lengths[prompt] for prompt in prompt_of] if self.shared else [0] * len(prompt_of)
         self.starts = torch.tensor(starts, device=device)
         self.prompt_of = torch.tensor(prompt_of, device=device)
         self._lengths = torch.tensor(lengths, device=device)
-        self._longest = max(lengths)
-        self._rows_even = min(lengths) == max(lengths)
-        self.even = self._rows_even and min(starts) == max(starts)
+        self.width = max(lengths)
+        self.even = min(lengths) == max(lengths)
         self.prompt_width = max(starts)
-        columns = torch.arange(self.prompt_width, device=device)
-        self._prompt_positions = torch.where(columns < self.starts[:, None], columns, NOWHERE)
-        if self.shared:
-            self._arrange_members(prompt_of, device)
-
-    def _arrange_members(self, prompt_of: Sequence[int], device: torch.device) -> None:
-        members: list[list[int]] = [[] for _ in self.prompt_lengths]
-        number_in_group = []
-        for row, prompt in enumerate(prompt_of):
-            number_in_group.append(len(members[prompt]))
-            members[prompt].append(row)
-        most = max(len(rows) for rows in members)
-        padded = [row for rows in members for row in rows + rows[:1] * (most - len(rows))]
-        self.members = torch.tensor(padded, device=device).view(-1, most)
-        place = [prompt * most + number for prompt, number in zip(prompt_of, number_in_group, strict=True)]
-        in_order = padded == list(range(len(prompt_of)))
-        self.place = None if in_order else torch.tensor(place, device=device)
 
     def advance(self) -> None:
         """Begin a step: every row gets one more column."""
         self.positions = self.starts + self._lengths
         self.write_at = self._lengths
         self._lengths = self._lengths + 1
-        self._longest += 1
-        self.width = self._longest
+        self.width += 1
         self.own.reserve(self.max_rows, self.width)
         self._index.clear()
-
-    def column_positions(self) -> Tensor:
-        """Position of each column, prompts' first, as row b sees it: int64 [B, prompt_width + width]."""
-        own = self.starts[:, None] + torch.arange(self.width, device=self.starts.device)
-        return torch.cat([self._prompt_positions, own], dim=1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each row's new column; returns the rows' own columns so far, [B, kv heads, width, head size]."""
-        self.current_layer = layer_idx
-        rows = key_states.shape[0]
-        stored, fed = [], (key_states, value_states)
-        for buffer, new in zip(self.own.layer(layer_idx, fed), fed, strict=True):
-            if self._rows_even:
+        """Write each row's new column; returns the rows' columns so far, [B, kv heads, width, head size]."""
+        rows, new_states = key_states.shape[0], (key_states, value_states)
+        buffers = self.own.layer(layer_idx, new_states)
+        for buffer, new in zip(buffers, new_states, strict=True):
+            if self.even:
                 buffer[:rows, :, self.width - 1] = new.squeeze(2)
             else:
                 flat = buffer.view(-1, buffer.shape[3])
                 flat.index_copy_(0, self._columns(buffer.shape[1]), new.reshape(-1, buffer.shape[3]))
-            stored.append(buffer[:rows, :, : self.width])
-        self.current_keys = stored[0]
-        return stored[0], stored[1]
+        keys, values = (buffer[:rows, :, : self.width] for buffer in buffers)
+        return keys, values
 
     def _columns(self, heads: int) -> Tensor:
-        """Where the new column of each (row, head) lies among all columns of all rows, int64 [B * heads]."""
+        """Index of each (row, head)'s new column among all columns of all rows, int64 [B * heads]."""
         if heads not in self._index:
             device = self.write_at.device
             first = torch.arange(self.write_at.shape[0] * heads, device=device).view(-1, heads) * self.own.columns
@@ -240,10 +199,10 @@ class SlotCache(Cache):
         return self._index[heads]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.prompt_width + self.width - 1
+        return self.width - 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.prompt_width + self.width, 0
+        return self.width, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()

@@ -1,4 +1,4 @@
-"""What the native engine knows of requests: those that have come, those that wait, and those that it is decoding."""
+"""Requests of the native engine: those that have come, those that wait, and those that it is decoding."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from valor.errors import UserError
-from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource, spans_of
+from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource
 
 # Waiting requests join once this share of the row limit is free, so that their prefills are batched as well.
 JOIN_SHARE = 0.25
@@ -17,16 +17,15 @@ SHARE_LENGTH = 32
 
 @dataclass(slots=True)
 class Row:
-    """One sequence that is being decoded; its place in the engine's list is its slot in the cache."""
+    """One sequence in decoding; its index in the engine's list is its slot in the cache."""
 
     request: Request
-    prompt: int  # number of its prompt in the cache, -1 when that is part of its own row
+    prompt: int  # number of its prompt in the cache, -1 when that is part of its row
     stop_ids: frozenset[int]
     max_new: int
     uniforms: np.ndarray
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]  # of the weights that sampled each token
+    token_ids: list[int]  # of `so_far`, then its own
+    log_probs: list[float]  # of its own
     stopped: bool = False  # whether the last token ends the row
 
     @property
@@ -34,24 +33,22 @@ class Row:
         return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
 
     @property
-    def own_columns(self) -> int:
-        """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
+    def columns(self) -> int:
+        """Columns of its cache row in use: all tokens but the last, which has not been fed, less a shared prompt."""
         if self.prompt >= 0:
             return len(self.token_ids) - len(self.request.begun.token_ids)
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
-    def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
-        """Take tokens sampled by the weights of `version`, up to the one that ends the row."""
-        stop, had = self.request.params.stop, len(self.token_ids)
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append sampled tokens up to the one that ends the row."""
+        stop, before = self.request.params.stop, len(self.token_ids)
         self.token_ids += token_ids
-        for count, token in enumerate(token_ids, had + 1):
+        for count, token in enumerate(token_ids, before + 1):
             if token in self.stop_ids or (stop is not None and stop.complete(self.token_ids[:count])):
                 self.stopped = True
                 del self.token_ids[count:]
                 break
-        taken = len(self.token_ids) - had
-        self.log_probs += log_probs[:taken]
-        self.versions += [version] * taken
+        self.log_probs += log_probs[: len(self.token_ids) - before]
 
     def finish_reason(self) -> FinishReason | None:
         if self.stopped:
@@ -60,7 +57,7 @@ class Row:
 
 
 class Intake:
-    """The requests of one `serve`: those that have come and not ended, and whether more may come.
+    """The requests of one `serve`: `pending` ones have come and not ended; `ended`: no more will come.
 
     UserError when a prompt leaves no room for a new token.
     """
@@ -69,32 +66,33 @@ class Intake:
         self.source, self._max_model_len = source, max_model_len
         self.pending: list[Request] = []
         self.ended = False
-        self.aborted = set[str]()  # of the pending ones, by name
+        self.aborted = set[str]()  # names of pending requests
         self.poll(wait=True)
 
     def poll(self, *, wait: bool) -> Sequence[Request]:
         """What has come since the last call; `wait`: at least one, unless no more will come."""
-        found: list[Request] = []
-        while not self.ended and (new := self.source.poll(wait=wait and not found)) != []:
-            self.ended = new is None
-            found += (one for one in new or () if isinstance(one, Request))
-            self.aborted |= {one.request_id for one in new or () if isinstance(one, Abort)}
-        for request in found:
+        requests: list[Request] = []
+        while not self.ended and (events := self.source.poll(wait=wait and not requests)) != []:
+            self.ended = events is None
+            requests += (event for event in events or () if isinstance(event, Request))
+            self.aborted |= {event.request_id for event in events or () if isinstance(event, Abort)}
+        for request in requests:
             if len(request.prompt_ids) >= self._max_model_len:
                 raise UserError(
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
                     f"the model takes {self._max_model_len} tokens"
                 )
-        self.pending += found
-        return found
+        self.pending += requests
+        return requests
 
-    def finish(self, row: Row, reason: FinishReason) -> None:
-        """Give a row's output to its receiver."""
-        output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans_of(row.versions))
-        self.tell(row.request, output)
+    def finish(self, row: Row, reason: FinishReason, version: int) -> None:
+        """Deliver what a row has sampled with weights of `version`."""
+        new_ids = row.token_ids[len(row.request.begun.token_ids) :]
+        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, version))
 
-    def tell(self, request: Request, output: Output) -> None:
-        self.pending = [one for one in self.pending if one is not request]
+    def deliver(self, request: Request, output: Output) -> None:
+        """Give an output to the request's receiver."""
+        self.pending = [other for other in self.pending if other is not request]
         self.aborted.discard(request.request_id)
         # Tensors made by the receivers are theirs, and may need gradients later.
         with torch.inference_mode(False):
@@ -104,14 +102,14 @@ class Intake:
 
 @dataclass(slots=True)
 class Group:
-    """Requests with the same prompt (and the same tokens behind it, where they go on after an abort)."""
+    """Requests with the same known tokens: prompt, and response so far."""
 
     prompt_ids: tuple[int, ...]
     members: list[Request]
 
 
 class Waiting:
-    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
+    """Groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._queue: list[Group] = []  # popped from the end
@@ -121,24 +119,23 @@ class Waiting:
         """Queue further requests; those of one call that have equal prompts start together."""
         groups: dict[tuple[int, ...], Group] = {}
         for request in requests:
-            key = request.known_ids
-            groups.setdefault(key, Group(key, [])).members.append(request)
-        # The sort is stable, so equal lengths keep the order in which they came.
+            groups.setdefault(request.known_ids, Group(request.known_ids, [])).members.append(request)
+        # The sort is stable, so equal lengths stay in the order in which they came.
         self._queue = sorted([*reversed(self._queue), *groups.values()], key=lambda g: -len(g.prompt_ids))[::-1]
 
     def remove(self, request_ids: Collection[str]) -> list[Request]:
-        """Take out those of these names that have not started."""
-        found = [one for group in self._queue for one in group.members if one.request_id in request_ids]
-        for group in self._queue if found else ():
-            group.members = [one for one in group.members if one.request_id not in request_ids]
+        """Take out requests by name."""
+        removed = [request for group in self._queue for request in group.members if request.request_id in request_ids]
+        for group in self._queue:
+            group.members = [request for request in group.members if request.request_id not in request_ids]
         self._queue = [group for group in self._queue if group.members]
-        return found
+        return removed
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def worth_sharing(self) -> bool:
-        """Whether keeping prompts apart from the samples that continue them saves more work than it makes."""
+        """Whether storing prompts apart from the samples that continue them saves more work than it makes."""
         samples = sum(len(group.members) for group in self._queue)
         return samples >= 2 * len(self._queue) and len(self._queue[-1].prompt_ids) > SHARE_LENGTH
 

@@ -9,11 +9,11 @@ from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 
 def _check(config: PPOConfig) -> list[str]:
-    trained, own = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
-    if own == trained or config.actor_rollout_ref.actor.strategy == "megatron":  # which it has a copy of
+    trained, dtype = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
+    if dtype == trained or config.actor_rollout_ref.actor.strategy == "megatron":  # which it has a copy of
         return []
     return [
-        f"actor_rollout_ref.rollout.dtype={own}, but rollout.name=native generates with the actor's own weights in "
+        f"actor_rollout_ref.rollout.dtype={dtype}, but rollout.name=native generates with the actor's own weights in "
         f"{trained}: set actor_rollout_ref.actor.fsdp_config.dtype"
     ]
 
@@ -27,8 +27,8 @@ def _build(context: BuildContext) -> NativeEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
     settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
     actor = context.actor
-    if actor is not None and actor.whole_module is not None:
-        return NativeEngine(actor.whole_module, unsharded=actor.unsharded, **settings)
+    if actor is not None and actor.generation_module is not None:
+        return NativeEngine(actor.generation_module, unsharded=actor.unsharded, **settings)
     base = context.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
     policy = load_policy(base, dtype=getattr(torch, context.config.dtype))
     return NativeCopy(policy.to(context.device), **settings)

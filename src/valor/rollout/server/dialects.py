@@ -1,29 +1,27 @@
-"""What servers are asked and how they answer: vLLM's dialect of OpenAI's protocol, from which others differ."""
+"""What servers are asked and how they answer: OpenAI's protocol as vLLM speaks it, and TensorRT-LLM's variant.
+
+Shapes: docs/servers.md.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from valor.config import RolloutConfig
 from valor.rollout.base import SamplingParams
-from valor.rollout.server.connection import Connection, root
+from valor.rollout.server.client import ServerClient, root
+from valor.rollout.server.weights import WeightFiles
 
-AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-
-_ROUNDING = 1e-3  # by which the log-prob of a sure token may be above 0
-
-Leave = Callable[[], bool]
+_TOKEN_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+_ROUNDING = 1e-3  # by which rounding may lift the log-prob of a certain token above 0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One completion: of `prompt`, by at most `max_tokens` tokens; those of `stop_ids` end it, and nothing else does.
+class Completion:
+    """Request for up to `max_tokens` tokens after `prompt`; only a token of `stop_ids` or a stop text ends it earlier.
 
-    `name`: of the request. `weights`: of those that the server holds, if it was sent any.
+    name: of the request on the server. weights: name of the weights that the server holds, None before an update.
     """
 
     prompt: list[int]
@@ -36,30 +34,30 @@ class Ask:
 
 
 class Reply(NamedTuple):
-    """A completion. `weights`: of each token the name of those that sampled it (None: what the server was started
-    with), where a server tells them."""
+    """Answer to a completion."""
 
     token_ids: list[int]
     log_probs: list[float]
     reason: str
-    weights: Sequence[str | None] | None = None
 
 
-def checked(reply: Reply, ask: Ask, vocabulary: int | None) -> Reply:
-    """The reply, if it can be learnt from: with the finish reason "stop" where it ends with a stop token, and "lost"
-    where it has a log-prob that is not finite. ValueError, in words that go on from the server's name: it cannot."""
-    ids, most, ends, stop = reply.token_ids, ask.max_tokens, frozenset(ask.stop_ids), ask.params.stop
-    counts = (len(ids), len(reply.log_probs), len(reply.weights or ids))
-    foreign = [one for one in ids if type(one) is not int or not 0 <= one < (vocabulary or one + 1)]
+def checked(reply: Reply, request: Completion, vocabulary: int | None) -> Reply:
+    """The reply with finish reason "stop" where a stop token ends it, "length" where it is as long as it may be, and
+    "lost" where a log-prob is not finite.
+
+    ValueError, a predicate of the server, when training on the reply would be wrong.
+    """
+    ids, most, ends, stop = reply.token_ids, request.max_tokens, frozenset(request.stop_ids), request.params.stop
+    foreign = [token for token in ids if type(token) is not int or not 0 <= token < (vocabulary or token + 1)]
     ended = bool(ids) and ids[-1] in ends
-    known = [*ask.prompt, *ids]
-    stopped = ended or (stop is not None and any(stop.complete(known[: len(known) - i]) for i in range(len(ids))))
+    text = [*request.prompt, *ids]
+    stopped = ended or (stop is not None and any(stop.complete(text[: len(text) - i]) for i in range(len(ids))))
     faults = {
-        f"gives {counts[0]} tokens with {counts[1]} log-probs and {counts[2]} weights": len({*counts}) > 1,
+        f"gives {len(ids)} tokens with {len(reply.log_probs)} log-probs": len(ids) != len(reply.log_probs),
         f"ends a response for the reason '{reply.reason}'": reply.reason not in ("stop", "length", "abort"),
         f"gives the token {foreign[:1]}, which the policy does not have: is it the same model?": bool(foreign),
         f"gives {len(ids)} tokens where {most} were asked for": len(ids) > most,
-        "gives log-probs above 0": any(one > _ROUNDING for one in reply.log_probs),
+        "gives log-probs above 0": any(log_prob > _ROUNDING for log_prob in reply.log_probs),
         "gives tokens behind a stop token": not ends.isdisjoint(ids[:-1]),
         f"says that a response has stopped, and leaves out the stop token (of {[*ends]}): have it return it": (
             reply.reason == "stop" and not stopped
@@ -69,96 +67,90 @@ def checked(reply: Reply, ask: Ask, vocabulary: int | None) -> Reply:
         and len(ids) < most
         and not stopped,
     }
-    if fault := next((text for text, there in faults.items() if there), None):
+    if fault := next((text for text, present in faults.items() if present), None):
         raise ValueError(f"{fault}. Nothing can be learnt from that: docs/servers.md tells what a server has to do")
-    lost = not all(map(math.isfinite, reply.log_probs))
-    return reply._replace(reason="lost" if lost else "stop" if ended and reply.reason == "length" else reply.reason)
-
-
-class Written(NamedTuple):
-    """Weights in files or, as `server.weight_updates` has it, in host memory, to be sent from `device`; the checksum of
-    all of them, and of each tensor the first numbers, as float32."""
-
-    folder: str
-    buckets: list[list[tuple[str, Tensor]]]
-    device: torch.device
-    checksum: int
-    beginnings: dict[str, list[float]]
+    if not all(map(math.isfinite, reply.log_probs)):
+        return reply._replace(reason="lost")
+    return reply._replace(reason="stop" if ended else "length" if len(ids) == most and not stopped else reply.reason)
 
 
 class Dialect:
-    """vLLM's: completions by token ids, `/abort_requests`, and `WeightReceiver` behind `/collective_rpc`.
-
-    `tells_weights`: whether a reply names the weights that sampled each token; else its server is asked afterwards.
-    """
-
-    tells_weights = False
+    """vLLM's: completions by token ids, `/abort_requests`, and `WeightReceiver` behind `/collective_rpc`."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        self._server, self.connection = config.server, Connection(config.server)
+        self._settings, self.client = config.server, ServerClient(config.server)
 
     def address(self, url: str) -> str:
-        """Where completions are asked for."""
+        """Route of completions."""
         return f"{url}/completions"
 
     def health(self, url: str) -> str:
-        """What answers as soon as a server is there."""
+        """Route that answers as soon as the server runs."""
         return f"{url}/models"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        """All that decides about sampling is said: what is left out, servers take from the model's files."""
-        params = ask.params
+    def body(self, request: Completion) -> dict[str, Any]:
+        """JSON of a completion. Sets every sampling option: servers take defaults from the model's files."""
+        params = request.params
         return {
-            "model": self._server.model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
+            "model": self._settings.model,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "stop_token_ids": ask.stop_ids,
-            "ignore_eos": True,  # all that ends a sequence is named above
+            "stop_token_ids": request.stop_ids,
+            "ignore_eos": True,  # stop_token_ids has the end-of-sequence tokens
             "include_stop_str_in_output": True,
             **({} if params.stop is None else {"stop": params.stop.texts}),
-            **self._own_fields(ask),
+            **self._extensions(request),
         }
 
-    def _own_fields(self, ask: Ask) -> dict[str, Any]:
-        """What OpenAI's protocol leaves open."""
-        cut = {"top_k": ask.params.top_k if ask.params.top_k > 0 else -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        # Cached keys and values are found only by prompts of the same weights.
-        salt = {} if ask.weights is None else {"cache_salt": ask.weights}
-        return {**cut, "seed": ask.seed, **AS_TOKENS, "logprobs": 0, "request_id": ask.name, **salt}
+    def _extensions(self, request: Completion) -> dict[str, Any]:
+        """Fields beyond OpenAI's protocol."""
+        params = request.params
+        cut = {"top_k": params.top_k if params.top_k > 0 else -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        # With the weights' name as salt, cached keys and values are found only by prompts of the same weights.
+        salt = {} if request.weights is None else {"cache_salt": request.weights}
+        return {**cut, "seed": request.seed, **_TOKEN_IDS, "logprobs": 0, "request_id": request.name, **salt}
 
     def read(self, reply: Any) -> Reply:
-        """LookupError, TypeError or ValueError where it is no completion with token ids and log-probs."""
+        """LookupError, TypeError or ValueError where the JSON has no token ids and log-probs."""
         choice = reply["choices"][0]
-        log_probs = [math.nan if one is None else float(one) for one in choice["logprobs"]["token_logprobs"]]
+        log_probs = [math.nan if value is None else float(value) for value in choice["logprobs"]["token_logprobs"]]
         return Reply(list(choice["token_ids"]), log_probs, choice["finish_reason"])
 
-    def prompt_tokens(self, reply: Any) -> int:
-        """How many tokens the server counts in the prompt of a completion."""
-        return int(reply["usage"]["prompt_tokens"])
-
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]] | None:
-        """Where and how a request is ended early; None: by hanging up."""
+        """Route and JSON that end a request early; None: only closing the connection does."""
         return f"{root(url)}/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}
 
-    async def update(self, url: str, files: Written, name: str, version: int, leave: Leave) -> list[dict[str, Any]]:
-        """Replace a server's weights; of each of its workers `error`, or `before`, the name of those that it held,
-        `sampled`, how many tokens each request under way had, and `checksum` or `digest` of what it holds now."""
+    async def update(
+        self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        """Replace the weights. For each worker `error`, or `checksum` or `digest` of its weights now."""
         return await self._rpc(url, "valor_update", files.folder, name, version, leave=leave)
 
-    async def held(self, url: str, **how: Any) -> list[str | None]:
-        """The names of the weights in the workers of a server; None: what it was started with."""
-        return [one["weights"] for one in await self._rpc(url, "valor_describe", **how)]
+    async def held_weights(self, url: str, **how: Any) -> list[str | None]:
+        """Names of the weights in the server's workers; None: those that it was started with."""
+        return [worker["weights"] for worker in await self._rpc(url, "valor_describe", **how)]
 
     async def sleep(self, url: str) -> None:
-        """Give the memory of weights and cache back. An update wakes the server, or `wake`."""
-        raise NotImplementedError(f"{type(self).__name__} has no sleep")
+        """Release the memory of weights and cache, until an update or `wake`. Nothing where a server cannot."""
 
     async def wake(self, url: str) -> None:
-        """Have the memory again, where no update comes; nothing where it was not given back."""
+        """Take the memory back, where no update did."""
 
     async def _rpc(self, url: str, method: str, *args: Any, **how: Any) -> list[dict[str, Any]]:
-        """What `WeightReceiver` answers in each of the server's workers."""
-        body = {"method": method, "args": args, "timeout": self.connection.timeout}
-        return (await self.connection.ask(f"{root(url)}/collective_rpc", body, **how))["results"]
+        """Result of a `WeightReceiver` method in each worker."""
+        body = {"method": method, "args": args, "timeout": self.client.timeout}
+        return (await self.client.request(f"{root(url)}/collective_rpc", body, **how))["results"]
+
+
+class TensorRTLLM(Dialect):
+    """TensorRT-LLM's `trtllm-serve`, which takes no weights over HTTP."""
+
+    def _extensions(self, request: Completion) -> dict[str, Any]:
+        # A detokenized reply has no token ids.
+        cut = {"top_k": max(request.params.top_k, 0), "seed": request.seed % 2**31}
+        return {**cut, "logprobs": 1, "detokenize": False}
+
+    def abort(self, url: str, name: str) -> None:
+        return None

@@ -1,4 +1,4 @@
-"""Several servers as one: which of them is asked for what, which are left out, and when they are asked again."""
+"""Several servers as one: which server gets a request or new weights, which are left out, and when they return."""
 
 import logging
 import time
@@ -6,89 +6,132 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Request
-from valor.rollout.server.connection import CONNECT_SECONDS, Away
-from valor.rollout.server.dialects import Dialect
+from valor.rollout.server.client import CONNECT_SECONDS, ServerLeft
+from valor.rollout.server.dialects import Dialect, TensorRTLLM
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.sglang import SGLang
-from valor.rollout.server.trtllm import TensorRTLLM
-from valor.rollout.server.weights import Sent, compare
+from valor.rollout.server.weights import WeightFiles, compare_names
 
 DIALECTS: dict[str, type[Dialect]] = {"server": Dialect, "sglang": SGLang, "trtllm": TensorRTLLM}
-_REMEMBERED = 100_000  # prompts and episodes whose server is known
-_SLACK = 8  # requests by which a server may be ahead of twice the least loaded one's, for what it has in its cache
+_MOST_HOMES = 100_000  # prompts and episodes whose server is remembered
+_SLACK = 8  # requests by which a server with the right cache may exceed twice the least load
 _LOOK_SECONDS = 2.0  # between two looks at the servers that are left out
 
 logger = logging.getLogger(__name__)
 
 
+class Update(NamedTuple):
+    """Weights of this name and checksum that the servers at `urls` hold."""
+
+    name: str
+    checksum: int
+    urls: list[str]
+
+
 class Fleet:
-    """The servers of a run, those that are left out, and how many requests each of the others has.
+    """The servers of a run.
 
-    A request goes to the server that has its prompt's other samples, or its episode's earlier turns, in its cache,
-    unless that is much busier than the least busy one, which is asked otherwise.
+    A request goes to the server whose cache has its prompt's other samples, or its episode's earlier turns, unless
+    that one is much busier than the least busy one.
 
-    `name`: of the weights that all servers hold which are not left out. `versions`: of all that were sent, by name.
+    Attributes:
+        out: addresses that are left out.
+        load: requests in flight by address.
+        name: of the weights that the other servers hold.
     """
 
     def __init__(self, config: RolloutConfig, started: Sequence[StartedServer]) -> None:
         self.dialect, self.started = DIALECTS[config.name](config), started
-        self.connection = self.dialect.connection
+        self.client = self.dialect.client
         self.urls = [url.rstrip("/") for url in config.server.base_url]
         self.name = ""
-        self.versions: dict[str, int] = {}
         self.out: set[str] = set()
         self.load: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
+        self._total: Counter[str] = Counter()
         self._homes: OrderedDict[tuple[object, ...], str] = OrderedDict()
-        self._looked, self._asleep = 0.0, False
+        self._last_look = 0.0
 
     @property
     def present(self) -> list[str]:
         return [url for url in self.urls if url not in self.out]
 
     def choose(self, request: Request) -> str:
-        """The server for a request, which then has one more."""
-        prompt = ("prompt", hash(tuple(request.prompt_ids)))  # itself it would fill the memory of long runs
-        episode, later = ("episode", *request.seed[:3]), len(request.seed) > 3
-        home = (self._homes.get(episode) if later else None) or self._homes.get(prompt)
-        least = min(self.present, key=lambda url: (self.load[url], self._asked[url]))
+        """The server for a request; its load grows by one."""
+        prompt = ("prompt", hash(tuple(request.prompt_ids)))  # not the ids, which would fill the memory of long runs
+        episode, later_turn = ("episode", *request.seed[:3]), len(request.seed) > 3
+        home = (self._homes.get(episode) if later_turn else None) or self._homes.get(prompt)
+        least = min(self.present, key=lambda url: (self.load[url], self._total[url]))
         if home is None or home in self.out or self.load[home] > 2 * self.load[least] + _SLACK:
             home = least
-        if not later or episode not in self._homes:
+        if not later_turn or episode not in self._homes:
             self._homes[prompt] = home
         self._homes[episode] = home
-        while len(self._homes) > _REMEMBERED:
+        while len(self._homes) > _MOST_HOMES:
             self._homes.popitem(last=False)
         self.load[home] += 1
-        self._asked[home] += 1
+        self._total[home] += 1
         return home
 
     def leave(self, url: str) -> bool:
-        """Ask a server for nothing more; False: it is the last one, and there is nobody else to ask."""
+        """Leave a server out; False: it is the last one."""
         if len(self.present) > 1 or url in self.out:
             self.out.add(url)
             return True
         return False
 
-    def have(self, sent: Sent, version: int) -> None:
-        """These weights are held by all that have told so; the others are left out."""
-        self.name, self._asleep = sent.name, False
-        self.versions[sent.name] = version
-        if self.out:  # who is there again gets its share
+    def update(self, files: WeightFiles, version: int) -> Update:
+        """Replace the weights of all servers that answer.
+
+        TrainingStopped unless each of their workers then holds exactly what was sent.
+        """
+        name = f"{uuid4().hex}-{version}"  # differs from every other run's
+
+        async def send(url: str) -> list[dict[str, Any]] | None:
+            with suppress(ServerLeft):
+                return await self.dialect.update(url, files, name, version, partial(self.leave, url))
+
+        with self.client.opened() as portal:
+            returned = self.look()
+            replies = {url: portal.start_task_soon(send, url) for url in [*self.present, *returned]}
+            updated = {url: workers for url, reply in replies.items() if (workers := reply.result()) is not None}
+        # Servers of as many parts compute the same digest of the same weights.
+        first: dict[str, tuple[str, str]] = {}
+        for url, workers in updated.items():
+            for worker in workers:
+                problem = worker.get("error")
+                if problem is None and int(worker.get("checksum", files.checksum)) != files.checksum:
+                    problem = f"it holds {worker['checksum']}, {files.checksum} was sent"
+                if problem is not None:
+                    raise TrainingStopped(f"the rollout server at {url} has not taken weights {version}: {problem}")
+            digest = workers[0].get("digest", "")
+            other, expected = first.setdefault(digest.partition(" ")[2], (url, digest))
+            if digest != expected:
+                raise TrainingStopped(
+                    f"the rollout servers at {other} and {url} were sent the same weights {version} and hold different "
+                    f"ones: {expected} and {digest}"
+                )
+        return Update(name, files.checksum, [*updated])
+
+    def updated(self, update: Update) -> None:
+        """Take note of an update; servers without it are left out."""
+        self.name = update.name
+        if self.out:  # returning servers get their share
             self._homes.clear()
-        self.out = {url for url in self.urls if url not in sent.held}
+        self.out = {url for url in self.urls if url not in update.urls}
 
     def holds(self, url: str) -> bool:
-        """Whether a server is there and holds what it was sent. WorkersReplaced: it does not, and is the last one."""
-        with self.connection.opened() as portal:
+        """Whether a server answers and holds the last weights; WorkersReplaced where the only one does not."""
+        with self.client.opened() as portal:
             try:
-                held = partial(self.dialect.held, url, leave=partial(self.leave, url))
-                compare(url, portal.call(held), self.name)
-            except Away:
+                names = portal.call(partial(self.dialect.held_weights, url, leave=partial(self.leave, url)))
+                compare_names(url, names, self.name)
+            except ServerLeft:
                 return False
             except WorkersReplaced:
                 if not self.leave(url):
@@ -97,61 +140,53 @@ class Fleet:
             return True
 
     def check(self) -> None:
-        """WorkersReplaced when one of the servers has to be sent the weights: the last one, or one that is back."""
-        with self.connection.opened():
+        """WorkersReplaced when a server has to be sent the weights: the only one, or one that returned."""
+        with self.client.opened():
             for url in self.present:
                 self.holds(url)
-            if back := self.look():
-                raise WorkersReplaced(f"the rollout server at {back[0]} is there again: it is sent the weights")
+            if returned := self.look():
+                raise WorkersReplaced(f"the rollout server at {returned[0]} is there again: it is sent the weights")
 
     def look(self) -> list[str]:
-        """Ask those again that hold what they should; of those left out the others that answer."""
-        with self.connection.opened() as portal:
+        """Readmit the servers that hold the last weights again; returns the others that answer."""
+        with self.client.opened() as portal:
             return portal.call(self._look)
 
     def look_after(self) -> None:
-        """Now and then: ask again what was left out, and start again what was started here and has ended."""
-        if time.monotonic() < self._looked + _LOOK_SECONDS:
+        """Every few seconds: look at the servers that are left out, and restart those of this run that have ended."""
+        if time.monotonic() < self._last_look + _LOOK_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         if self.out:
-            with self.connection.opened() as portal:
+            with self.client.opened() as portal:
                 portal.start_task_soon(self._look)
         for server in self.started:
             if server.revive():
                 logger.warning("the server at %s has ended: it is started again", server.url)
 
-    def sleep(self, *, first: bool) -> None:
-        """Have the servers give back their memory; of all processes the `first` one tells them."""
-        if first and not self._asleep:
-            self._tell(self.dialect.sleep)
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Have them take it again, if they sleep and no weights have woken them."""
-        if self._asleep:
-            self._tell(self.dialect.wake)
-        self._asleep = False
-
-    def _tell(self, command: Callable[[str], Awaitable[None]]) -> None:
-        with self.connection.opened() as portal:
-            for url in self.present:
-                portal.call(command, url)
+    def sleep(self) -> None:
+        """Have the servers release their memory, until the next update."""
+        self._tell(self.dialect.sleep)
 
     def close(self) -> None:
-        """Leave the servers awake, and end those that were started here."""
+        """End the servers that were started here; leave others awake."""
         if not self.started:
             with suppress(TrainingStopped):
-                self.wake()
+                self._tell(self.dialect.wake)
         for server in self.started:
             server.close()
 
+    def _tell(self, command: Callable[[str], Awaitable[None]]) -> None:
+        with self.client.opened() as portal:
+            for url in self.present:
+                portal.call(command, url)
+
     async def _look(self) -> list[str]:
-        answer = []
+        answering = []
         for url in sorted(self.out):
-            with suppress(Away, TrainingStopped):
-                await self.connection.ask(self.dialect.health(url), leave=lambda: True, seconds=CONNECT_SECONDS)
-                answer.append(url)
-                if not self.name or {*await self.dialect.held(url, leave=lambda: True)} == {self.name}:
+            with suppress(ServerLeft, TrainingStopped):
+                await self.client.request(self.dialect.health(url), leave=lambda: True, seconds=CONNECT_SECONDS)
+                answering.append(url)
+                if not self.name or {*await self.dialect.held_weights(url, leave=lambda: True)} == {self.name}:
                     self.out.discard(url)
-        return [url for url in answer if url in self.out]
+        return [url for url in answering if url in self.out]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import httpx2
@@ -52,11 +53,12 @@ class StartedServer:
             )
 
     def wait(self, seconds: float) -> None:
-        """Until it generates. TrainingStopped, with the end of its log, when it ends or that takes longer."""
+        """Return once it generates. TrainingStopped, with the end of its log, when it ends or that takes longer."""
         end = time.monotonic() + seconds
         while not self._generates():
-            if self._process.poll() is not None or time.monotonic() > end:
-                what = "has ended" if self._process.poll() is not None else f"is not ready after {seconds:g} s"
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() > end:
+                what = "has ended" if ended else f"is not ready after {seconds:g} s"
                 lines = self._log.read_text(errors="replace").strip().splitlines()[-1:]
                 self.close()
                 raise TrainingStopped(f"the SGLang server that was started here {what} ({self._log}): {''.join(lines)}")
@@ -75,7 +77,7 @@ class StartedServer:
         return True
 
     def close(self) -> None:
-        """End it and all that it has started."""
+        """End it and all processes that it has started."""
         atexit.unregister(self.close)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -88,7 +90,7 @@ class StartedServer:
 def started_servers(
     config: RolloutConfig, model: ModelConfig, device: torch.device
 ) -> tuple[list[StartedServer], ServerConfig]:
-    """The servers that this rank has started, and the settings that name those of all ranks (collective).
+    """The servers that this rank has started, and settings with the addresses of all ranks' servers (collective).
 
     A server has the devices of `tensor_model_parallel_size` neighbouring ranks, and is started by the first of them.
     """
@@ -97,9 +99,9 @@ def started_servers(
     ranks: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     index, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
     dist.all_gather_object(ranks, (host, visible.split(",")[index] if visible else str(index)))
-    local = all(one == host for one, _ in ranks)
-    mine: list[StartedServer] = []
+    servers: list[StartedServer] = []
     if rank % size == 0:
+        local = all(other == host for other, _ in ranks)
         address = "127.0.0.1" if local else socket.gethostbyname(host)
         with socket.socket() as free:
             free.bind((address, 0))
@@ -107,12 +109,11 @@ def started_servers(
         arguments = [*_arguments(config, model, device, sleeps=sleeps), "--host", address, "--port", str(port)]
         devices = ",".join(name for _, name in ranks[rank : rank + size]) if device.type == "cuda" else None
         log = Path(config.server.log_dir) / f"sglang_{rank}.log"
-        mine = [StartedServer(f"http://{address}:{port}", arguments, devices, log)]
-        mine[0].wait(config.server.timeout)
+        servers = [StartedServer(f"http://{address}:{port}", arguments, devices, log)]
+        servers[0].wait(config.server.timeout)
     urls: list[list[str]] = [[]] * len(ranks)
-    dist.all_gather_object(urls, [one.url for one in mine])
-    base_url = [url for of_rank in urls for url in of_rank]
-    return mine, config.server.model_copy(update={"base_url": base_url, "sleep": sleeps})
+    dist.all_gather_object(urls, [server.url for server in servers])
+    return servers, config.server.model_copy(update={"base_url": [*chain.from_iterable(urls)], "sleep": sleeps})
 
 
 def _arguments(config: RolloutConfig, model: ModelConfig, device: torch.device, *, sleeps: bool) -> list[str]:
@@ -130,10 +131,10 @@ def _arguments(config: RolloutConfig, model: ModelConfig, device: torch.device, 
         "sampling_defaults": "openai",  # none from the model's files
         "device": device.type,
     }
-    found = []
+    arguments = []
     for name, value in (options | config.engine_kwargs.get("sglang", {})).items():
         if value is not None and value is not False:
-            found.append(f"--{name.replace('_', '-')}")
+            arguments.append(f"--{name.replace('_', '-')}")
             values = [] if value is True else value if isinstance(value, list) else [value]
-            found += [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
-    return found
+            arguments += [json.dumps(item) if isinstance(item, dict) else str(item) for item in values]
+    return arguments

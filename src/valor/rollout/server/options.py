@@ -1,8 +1,6 @@
-"""Servers in a configuration: what contradicts itself, what a plan says, and the engine."""
+"""Servers in a configuration: contradictions, the plan's line, and how the engine is built."""
 
 import importlib.util
-import socket
-from urllib.parse import urlsplit
 
 from valor.config import PPOConfig, RolloutConfig
 from valor.errors import UserError
@@ -17,52 +15,38 @@ _KEY = "actor_rollout_ref.rollout"
 
 
 def _starts(rollout: RolloutConfig) -> bool:
+    """Whether the run starts its servers itself."""
     return rollout.name == "sglang" and not rollout.server.base_url
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1", socket.gethostname(), socket.getfqdn()) or host.startswith("127.")
 
 
 def _check(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
-    name, server, way = rollout.name, rollout.server, rollout.server.weight_updates
-    alone = any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values())
+    name, keeps, starts = rollout.name, rollout.server.weight_updates == "none", _starts(rollout)
+    many = any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values())
     example = "http://localhost:30000" if name == "sglang" else "http://localhost:8000/v1"
     wrong = {
         f"{_KEY}.name={name} asks a server that is running: set {_KEY}.server.base_url, such as {example}": (
-            not server.base_url and not _starts(rollout)
+            not rollout.server.base_url and not starts
         ),
         f"{_KEY}.name={name} generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools": (
             config.rollout_apart and config.trainer.v1.trainer_mode != "separate_async"
         ),
         f"{_KEY}.name={name}: servers in a pool of their own are started by hand: set {_KEY}.server.base_url": (
-            config.rollout_apart and _starts(rollout)
+            config.rollout_apart and starts
         ),
-        f"{_KEY}.name={name}: one process asks all servers: set {_KEY}.nnodes=1 and {_KEY}.n_gpus_per_node=1": alone,
+        f"{_KEY}.name={name}: one process asks all servers: set {_KEY}.nnodes=1 and {_KEY}.n_gpus_per_node=1": many,
         f"{_KEY}.name=server: no server tells log-probs at temperature {rollout.temperature:g} before {_KEY}.top_k "
         "and top_p cut: drop them, or set temperature=1, or take name=vllm": (
             name == "server" and rollout.temperature != 1 and (rollout.top_k > 0 or rollout.top_p < 1)
         ),
         f"{_KEY}.name=trtllm: trtllm-serve takes no weights over HTTP, so it generates with those that it was started "
         f"with, whatever the policy learns: say so by {_KEY}.server.weight_updates=none, or take name=sglang or vllm": (
-            name == "trtllm" and server.weight_updates != "none"
+            name == "trtllm" and not keeps
         ),
         f"{_KEY}.server.sleep: SGLang drops its weights when it sleeps, and is sent none with weight_updates=none: "
-        "drop one of them": name == "sglang" and server.sleep and server.weight_updates == "none",
-        f"{_KEY}.server.weight_updates={way}: only SGLang's servers take weights so: set filesystem": (
-            name == "server" and way in ("distributed", "tensor")
-        ),
-        f"{_KEY}.server.weight_updates=distributed broadcasts to other devices than the trainer's: set tensor": (
-            way == "distributed" and config.trainer.device != "cpu" and (server.sleep or _starts(rollout))
-        ),
-        f"{_KEY}.server.weight_updates=tensor hands over memory of this machine, and a server is on another one: set "
-        "distributed, or filesystem": (
-            way == "tensor" and (config.trainer.nnodes > 1 or not all(map(_is_here, server.base_url)))
-        ),
+        "drop one of them": name == "sglang" and rollout.server.sleep and keeps,
         f"{_KEY}.server.weight_updates=none: a server that is started here holds the model's own weights for ever: "
-        f"start it by hand and set {_KEY}.server.base_url": _starts(rollout) and server.weight_updates == "none",
+        f"start it by hand and set {_KEY}.server.base_url": starts and keeps,
     }
     return [line for line, is_so in wrong.items() if is_so]
 
@@ -70,7 +54,7 @@ def _check(config: PPOConfig) -> list[str]:
 def _check_start(config: PPOConfig, world_size: int) -> None:
     shared = config.actor_rollout_ref
     if not _starts(shared.rollout):
-        path = config.data.tokenizer or shared.model.tokenizer_path or shared.model.path
+        path = shared.model.tokenizer_path or shared.model.path
         check_server(shared.rollout, load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code))
         return
     size = shared.rollout.tensor_model_parallel_size
@@ -88,9 +72,7 @@ def _check_start(config: PPOConfig, world_size: int) -> None:
 
 def _plan(config: PPOConfig) -> str:
     rollout = config.actor_rollout_ref.rollout
-    way = {"filesystem": "through files", "distributed": "by broadcast", "tensor": "through memory that they open"}
-    synced = way.get(rollout.server.weight_updates)
-    weights = f"synced every step {synced}" if synced else "which keep their weights"
+    weights = "which keep their weights" if rollout.keeps_weights else "synced every step through files"
     if _starts(rollout):
         return f"servers started here, on {rollout.tensor_model_parallel_size} device(s) each, {weights}"
     return f"{', '.join(rollout.server.base_url)}, {weights}"
@@ -114,5 +96,5 @@ _STARTED = ("tensor_model_parallel_size", "gpu_memory_utilization", "max_model_l
 SERVERS = (
     _spec("server", "server.model"),
     _spec("sglang", "server.sleep", "server.log_dir", *_STARTED, "engine_kwargs.sglang*"),
-    _spec("trtllm", "server.model", "server.sleep"),
+    _spec("trtllm", "server.model"),
 )

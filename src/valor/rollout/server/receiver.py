@@ -5,18 +5,17 @@ place with the checks that the engine in the trainer's own process has (`valor.r
 """
 
 # pyright: reportMissingImports=false
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import load_file
 
-from valor.rollout.vllm.weights import HeldWeights, weights_kept
+from valor.rollout.vllm.internals import plain_weights_remain
+from valor.rollout.vllm.weights import HeldWeights
 
 # A worker imports this file before it loads its model, and computes with that model until the process ends.
-_KEPT = weights_kept()
-_KEPT.__enter__()
+_REMAIN = plain_weights_remain()
+_REMAIN.__enter__()
 
 
 class WeightReceiver:
@@ -31,7 +30,7 @@ class WeightReceiver:
     _valor_held: HeldWeights | None = None
 
     def valor_describe(self) -> dict[str, Any]:
-        """What the trainer must know before it sends anything, and what is held now."""
+        """Precision, number of replicas times pipeline stages, and the name of the present weights."""
         parallel = self.parallel_config
         return {
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
@@ -40,15 +39,8 @@ class WeightReceiver:
         }
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
-        """Replace all weights by those in the safetensors files of `folder`; their checksum, or what went wrong.
-
-        Told with it: the name of the weights that were held before, and of every request under way, by vLLM's name
-        for it, the number of tokens that they have sampled (requests without any, and vLLM's second model runner, tell
-        nothing).
-        """
-        before, self.valor_weights = self.valor_weights, None
-        under_way = getattr(self.model_runner, "requests", {})
-        sampled = {name: len(one.output_token_ids) for name, one in under_way.items() if one.output_token_ids}
+        """Replace all weights by those in the safetensors files of `folder`. Returns `error`, or `checksum`."""
+        self.valor_weights = None
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
@@ -58,16 +50,9 @@ class WeightReceiver:
                 )
             if self._valor_held is None:
                 self._valor_held = HeldWeights(self.model_runner.get_model(), self.model_runner.dtype)
-            checksum = self._valor_held.write(_tensors(files), version)
+            tensors = (item for file in files for item in load_file(file).items())
+            checksum = self._valor_held.write(tensors, version)
         except Exception as error:  # the trainer is told; an exception here would end the server
             return {"error": f"{type(error).__name__}: {error}"}
         self.valor_weights = name
-        # JSON's integers are not everyone's.
-        return {"checksum": str(checksum), "before": before, "sampled": sampled}
-
-
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, file.get_tensor(name)
+        return {"checksum": str(checksum)}  # JSON's integers are not everyone's

@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -22,59 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from valor.errors import UserError, did_you_mean
-from valor.rollout.base import (
-    Abort,
-    FinishReason,
-    Request,
-    RequestSource,
-    RolloutEngine,
-    StopTexts,
-    UnderWay,
-    WeightMode,
-)
+from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, StopTexts, WeightMode
+from valor.rollout.vllm import internals  # before the rest of vLLM, whose environment it sets
 
-# Read when vLLM is imported; what the user has set stays.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-from vllm.distributed import parallel_state
+# isort: split
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VLLMParams
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from valor.rollout.vllm.sampling import LOGPROBS_MODE, ChosenToken, as_greedy
-from valor.rollout.vllm.together import SentToAll
-from valor.rollout.vllm.weights import HeldWeights, weights_kept
-
-
-class _Executor(ExecutorWithExternalLauncher):
-    """A worker in this process, in the process group that there is. `place`: the run's name, rank, device."""
-
-    place: tuple[str, int, int]
-
-    def _distributed_args(self) -> tuple[str, int, int]:
-        name, rank, device = self.place
-        return f"file://{name}", rank, device  # the name keeps two runs on one machine apart
-
-
-@dataclass(slots=True, eq=False)
-class _Running(UnderWay):
-    record: Any  # vLLM's own, of what it has sampled
-
-    @property
-    def num_sampled(self) -> int:
-        return self.record.detokenizer.num_output_tokens()
-
-    def tell(self, reason: FinishReason) -> None:
-        """Give what has been sampled to whoever asked for it."""
-        log_probs = self.record.logprobs_processor.logprobs.logprobs
-        if self.request.on_finish is not None:
-            self.request.on_finish(self.output(self.record.detokenizer.output_token_ids, log_probs, reason))
+from valor.rollout.vllm.together import BroadcastSource
+from valor.rollout.vllm.weights import HeldWeights
+from valor.tracking.progress import report_tokens
 
 
 class VLLMEngine(RolloutEngine):
@@ -100,22 +60,20 @@ class VLLMEngine(RolloutEngine):
         self._eos = frozenset(eos_token_ids)
         self._asleep: set[str] = set()
         self._stop_texts: list[StopTexts] = []
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[Request, Any]] = {}  # with vLLM's own state, by name
         self._names, self._updates = count(), 0
-        self._sent_to_all: SentToAll | None = None
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
-        executor = type("_Placed", (_Executor,), {"place": (name[0], dist.get_rank(), device.index or 0)})
-        with _process_state_kept(), weights_kept():
-            self._llm = LLMEngine(args.create_engine_config(), executor, log_stats=not args.disable_log_stats)
+        executor = internals.executor(name[0], dist.get_rank(), device.index or 0)
+        with _process_state_restored(), internals.plain_weights_remain():
+            self._llm = internals.LLMEngine(args.create_engine_config(), executor, log_stats=not args.disable_log_stats)
         settings = self._llm.vllm_config.model_config
         self._max_model_len = settings.max_model_len
         self._can_sleep = settings.enable_sleep_mode
         self._no_compiler = device.type == "cpu" and settings.enforce_eager
-        worker = self._llm.model_executor.driver_worker.worker  # type: ignore[attr-defined]
         try:
-            self._held = HeldWeights(worker.get_model(), settings.dtype)
+            self._held = HeldWeights(internals.loaded_model(self._llm), settings.dtype)
         except UserError:
             self.close()
             raise
@@ -127,51 +85,41 @@ class VLLMEngine(RolloutEngine):
             raise ValueError("the engine has no weights: sync_weights comes first")
         self._wake("kv_cache")
         if self._held.group is not None and not source.everywhere:
-            source = self._sent_to_all = SentToAll(source, self._held.group, self._stop_texts)
+            source = BroadcastSource(source, self._held.group, self._stop_texts)
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
             try:
                 while (new := source.poll(wait=not self._running)) is not None or self._running:
                     self._take(new or ())
-                    for found in cast(list[Any], self._llm.step()):
-                        self._running.pop(found.request_id).tell(found.outputs[0].finish_reason)
+                    for output in cast(list[Any], self._llm.step()):
+                        self._finish(*self._running.pop(output.request_id), output.outputs[0].finish_reason)
             finally:
-                self._sent_to_all = None
                 self._drop(list(self._running))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the weights in place.
 
-        `weights`: all parameters, whole, under their Hugging Face names; taken one at a time. RuntimeError unless the
-        engine then holds exactly what was sent (`weights_checksum`). Inside a source's `poll`, requests that have
-        tokens go on with the keys and values that they have; others begin anew.
+        `weights`: all parameters, unsharded, under their Hugging Face names; read one at a time. RuntimeError unless
+        the engine then holds exactly what was sent (`weights_checksum`).
         """
         if weights is None:
             raise ValueError("the vLLM engine has weights of its own: it must be given the policy's")
-        if self._sent_to_all is not None:
-            self._sent_to_all.announce_weights()
         self.weights_version = None
         self._wake("weights")
         self.weights_checksum = self._held.write(weights, version)
         self.weights_version = version
         self._updates += 1
-        begun = [name for name, one in self._running.items() if one.num_sampled]
-        for name in begun:
-            self._running[name].changed(self._running[name].num_sampled, version)
-        self._take([one.request for one in self._drop([name for name in self._running if name not in begun])])
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache where the device can (CUDA); weights must then be sent again."""
+        """Release the memory of weights and KV cache where the device can (CUDA); weights must then be sent again."""
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
             self.weights_version = None
 
     def close(self) -> None:
-        """End the engine and leave all process groups, the one that it found included."""
-        self._llm.engine_core.shutdown()
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        """End the engine and leave all process groups, the one that it was built in included."""
+        internals.shut_down(self._llm)
 
     # ---- inside
 
@@ -180,22 +128,28 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up([part])
             self._asleep.remove(part)
 
-    def _take(self, found: Sequence[Request | Abort]) -> None:
-        """Begin requests, and end those that are to end."""
-        for one in found:
-            if isinstance(one, Request):
-                self._begin(one)
+    def _take(self, events: Sequence[Request | Abort]) -> None:
+        """Start requests and end those that are aborted."""
+        for event in events:
+            if isinstance(event, Request):
+                self._start(event)
             else:
-                named = [k for k, v in self._running.items() if v.request.request_id == one.request_id]
-                for ended in self._drop(named):
-                    ended.tell("abort")
+                names = [name for name, (request, _) in self._running.items() if request.request_id == event.request_id]
+                for ended in self._drop(names):
+                    self._finish(*ended, "abort")
 
-    def _drop(self, names: list[str]) -> list[_Running]:
-        """Have vLLM forget these."""
+    def _drop(self, names: list[str]) -> list[tuple[Request, Any]]:
+        """Remove requests from vLLM."""
         self._llm.abort_request(names)
         return [self._running.pop(name) for name in names]
 
-    def _begin(self, request: Request) -> None:
+    def _finish(self, request: Request, state: Any, reason: FinishReason) -> None:
+        token_ids, log_probs = internals.sampled(state)
+        report_tokens(len(token_ids))
+        if request.on_finish is not None:
+            request.on_finish(request.output(token_ids, log_probs, reason, self.weights_version or 0))
+
+    def _start(self, request: Request) -> None:
         if len(request.prompt_ids) >= self._max_model_len:
             raise UserError(
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
@@ -214,8 +168,8 @@ class VLLMEngine(RolloutEngine):
         # The salt: a prompt's cached keys and values are found only by prompts of the same weights.
         prompt = TokensPrompt(prompt_token_ids=list(request.known_ids), cache_salt=str(self._updates))
         name = str(next(self._names))
-        record = self._llm.output_processor.request_states[self._llm.add_request(name, prompt, params)]
-        self._running[name] = _Running(request, self.weights_version or 0, record)
+        state = internals.request_state(self._llm, self._llm.add_request(name, prompt, params))
+        self._running[name] = request, state
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:
@@ -226,21 +180,21 @@ def _engine_args(options: dict[str, Any]) -> EngineArgs:
             option = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}"
             raise UserError(f"{option}: vLLM has no such option{did_you_mean(name, known)}")
     # A token's place in its sequence must be known when it is drawn, so the scheduler may not run ahead.
-    own = {"logprobs_mode": LOGPROBS_MODE, "logits_processors": [ChosenToken], "async_scheduling": False}
-    return EngineArgs(**options | own)
+    fixed = {"logprobs_mode": LOGPROBS_MODE, "logits_processors": [ChosenToken], "async_scheduling": False}
+    return EngineArgs(**options | fixed)
 
 
 @contextmanager
-def _process_state_kept() -> Iterator[None]:
-    """vLLM takes a process for its own: put back what it changes that training or child processes would feel."""
+def _process_state_restored() -> Iterator[None]:
+    """Restores what vLLM changes in the process: random states, torch.set_num_threads and LD_PRELOAD."""
     threads, preload = torch.set_num_threads, os.environ.get("LD_PRELOAD")
-    numbers = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         torch.set_num_threads = threads
         os.environ.pop("LD_PRELOAD", None)
         if preload is not None:

@@ -65,15 +65,15 @@ def engine_options(
         "enable_sleep_mode": rollout.free_cache_engine and device.type == "cuda",
         "seed": 0,  # requests bring their own
     }
-    given = rollout.engine_kwargs.get("vllm", {})
+    overridden = rollout.engine_kwargs.get("vllm", {})
     if device.type == "cpu":
         options["block_size"] = 32
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(rollout, hf, options, world_size)
-        given = given | {"enforce_eager": True}  # compilation is for GPUs
+        overridden = overridden | {"enforce_eager": True}  # compilation is for GPUs
     elif rollout.tensor_model_parallel_size > 1:
         # Its buffers are shared between processes by handles that memory in expandable segments does not have.
         options["disable_custom_all_reduce"] = True
-    return options | given
+    return options | overridden
 
 
 def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[str, Any], world_size: int) -> int:

@@ -14,46 +14,45 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams as VLLMParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from valor.rollout.base import Request, SamplingParams
 from valor.rollout.sampling import BatchSampler, uniform_stream
+from valor.rollout.vllm.internals import process_dict_updates
 
 _KEY = "valor"
-LOGPROBS_MODE = "processed_logits"  # vLLM then reports what the processor left as the chosen token's logit
+LOGPROBS_MODE = "processed_logits"  # vLLM then reports the chosen token's logit after this processor
 
 
 class Row(NamedTuple):
-    """A sequence in vLLM's batch; `output` is vLLM's own growing list of its tokens, behind `so_far`."""
+    """A sequence in vLLM's batch; `output` is vLLM's own growing list of its tokens after `so_far`."""
 
     params: SamplingParams
     uniforms: np.ndarray
     so_far: list[int]
     output: list[int]
-    end: int  # one of its stop tokens
+    stop_token: int
 
     @property
     def stopped(self) -> bool:
         """Whether its last token completes a stop text."""
         stop = self.params.stop
-        return stop is not None and stop.complete([*self.so_far, *self.output] if self.so_far else self.output)
+        return stop is not None and stop.complete([*self.so_far, *self.output])
 
 
 def as_greedy(request: Request, stop_token_ids: list[int]) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for a request that `ChosenToken` samples."""
     so_far = request.begun.token_ids
-    end = stop_token_ids[0] if stop_token_ids else 0
     return {
         "temperature": 0.0,
         "max_tokens": request.params.max_tokens - len(so_far),
         "stop_token_ids": stop_token_ids,
         "logprobs": 0,
-        "extra_args": {_KEY: (request.params, request.seed, so_far, end)},
+        "extra_args": {_KEY: (request.params, request.seed, so_far, (stop_token_ids or [0])[0])},
     }
 
 
 class ChosenToken(LogitsProcessor):
-    """Samples each row, and leaves the sampled token alone, with its log-probability in the place of its logit."""
+    """Samples each row and masks all other tokens; the sampled token's logit becomes its log-probability."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, Row] = {}
@@ -71,16 +70,15 @@ class ChosenToken(LogitsProcessor):
         if self._sampler is None:
             self._sampler = BatchSampler([row.params for row in rows], logits.device)
         # A row whose prompt is not complete is sampled too; vLLM throws that token away.
-        drawn = [row.uniforms[len(row.so_far) + len(row.output)] for row in rows]
-        uniforms = torch.tensor(drawn, dtype=torch.float64)
-        tokens, log_probs = self._sampler(logits, uniforms.to(logits.device))
-        for place, row in enumerate(rows):
+        uniforms = [row.uniforms[len(row.so_far) + len(row.output)] for row in rows]
+        tokens, log_probs = self._sampler(logits, torch.tensor(uniforms, dtype=torch.float64).to(logits.device))
+        for index, row in enumerate(rows):
             if row.stopped:
-                tokens[place] = row.end  # thrown away: it ends the sequence after the text that does
+                tokens[index] = row.stop_token  # ends the sequence after its stop text, and is thrown away
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None])
 
     def _row(self, params: VLLMParams, prompt: list[int] | None, output: list[int]) -> Row:
         if params.extra_args is None:  # vLLM's own trial run
             return Row(SamplingParams(), uniform_stream((0,), 1), [], [], 0)
-        own, seed, so_far, end = params.extra_args[_KEY]
-        return Row(own, uniform_stream(seed, own.max_tokens), so_far, output, end)
+        original, seed, so_far, stop_token = params.extra_args[_KEY]
+        return Row(original, uniform_stream(seed, original.max_tokens), so_far, output, stop_token)

@@ -14,29 +14,15 @@ from valor.trainer.updates import Critics, Updates
 
 Metrics = dict[str, Any]
 
-COLLECTED = frozenset(
-    [
-        "prompts",
-        "prompt_lengths",
-        "responses",
-        "response_lengths",
-        "response_mask",
-        "rollout_log_probs",
-        "token_level_scores",
-        "episode_key",
-        "uid",
-        "data_source",
-        "ground_truth",
-        "extra_info",
-        "response_text",
-        "finish_reason",
-        "reward_info",
-    ]
-)
+_COLLECTED = """
+    prompts prompt_lengths responses response_lengths response_mask rollout_log_probs token_level_scores episode_key
+    uid data_source ground_truth extra_info response_text finish_reason reward_info
+"""
+COLLECTED = frozenset(_COLLECTED.split())
 """Columns of every collected batch. [B, T]: response_mask, rollout_log_probs, token_level_scores."""
 
 COLLECTED_SOMETIMES = frozenset(("episode", "turn_ids", "reward_baselines", "progress"))
-"""Columns of some: rows of an episode, turn of each token, ReMax's baseline, a prover's progress."""
+"""Columns of some batches: rows of an episode, turn of each token, ReMax's baseline, a prover's progress."""
 
 EVERY_COLUMN = frozenset(("*",))
 
@@ -53,18 +39,24 @@ class Resources:
 
 
 class Phase:
-    """One phase of `train_step`.
+    """One phase of a training step: a pass of a model, a computation on the batch, or an update.
 
-    A subclass says when a run wants it, which columns it reads and adds, and what it does. A phase sees the columns
-    that it declares and no others; it runs as soon as the phases before it in the list have added them.
+    A subclass states when a run has it (`wanted`), what it cannot be combined with (`contradictions`), the columns that
+    it reads and adds, and what it does (`run`). It is given the columns it declares and no others, and starts as soon
+    as the earlier phases in the list have added them and the processes of its role are free.
 
-    role: it runs in the processes of this role; None: in the driver. reads: columns that must be there. reads_if_there:
-    columns that some runs lack. adds: columns of its result; one that is there already is replaced. resources: set
-    before the first step.
+    Attributes:
+        role: the role whose processes it uses; None: it computes in the driver. trains: it updates the role's weights.
+        reads: columns that must exist. reads_if_there: columns that only some runs have.
+        adds: columns of its result; a column that exists already is replaced.
+        timer: the name under which its seconds are counted; empty: its own name.
+        resources: workers, collector and recorder of the run, set before the first step.
     """
 
     name: ClassVar[str]
     role: ClassVar[str | None] = None
+    trains: ClassVar[bool] = False
+    timer: ClassVar[str] = ""
     reads: frozenset[str] = frozenset()
     reads_if_there: frozenset[str] = frozenset()
     adds: frozenset[str] = frozenset()
@@ -80,31 +72,35 @@ class Phase:
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
-        """What does not go with this phase in a run that has it, a line each."""
+        """Settings that cannot be combined in a run that has this phase, a line each. May raise UserError instead."""
         yield from ()
 
     def plan(self) -> str:
-        """The phase's row in the plan."""
+        """Its row in the plan; default: the first line of its docstring."""
         summary = (type(self).__doc__ or self.name).partition("\n")[0].rstrip(".")
         return summary[0].lower() + summary[1:]
 
     def refuse(self, batch: Batch) -> None:
-        """Before the step's phases begin: StepRefused where this phase cannot be right for the collected rows."""
+        """Called before any phase of the step. StepRefused: the collected rows are ones it cannot handle."""
 
-    def timing(self, batch: Batch, step: int) -> str | None:
-        """Under which name the seconds of `run` are counted; None: they are not."""
-        return self.name
+    def skips(self, batch: Batch, step: int) -> bool:
+        """Whether it has nothing to do in this step."""
+        return False
+
+    def timing(self, batch: Batch, step: int) -> str:
+        """The name under which the seconds of `run` are counted."""
+        return self.timer or self.name
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """The columns that the phase adds, and its metrics."""
+        """Returns the added columns and the phase's metrics."""
         raise NotImplementedError
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a resumed run has to know, as JSON."""
+        """What a resumed run needs to know, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
 
 def of_rows(episodes: Episodes, columns: Mapping[str, Tensor]) -> Batch:
@@ -112,3 +108,8 @@ def of_rows(episodes: Episodes, columns: Mapping[str, Tensor]) -> Batch:
     if not episodes.forked:
         return Batch(columns)
     return Batch({name: episodes.part(x) if x.ndim == 2 else episodes.spread(x) for name, x in columns.items()})
+
+
+def where_true(wrong: Mapping[str, bool]) -> Iterator[str]:
+    """The lines whose condition holds."""
+    return (line for line, holds in wrong.items() if holds)

@@ -1,6 +1,6 @@
 """From scores to rewards: noise, the critic as reward, the KL penalty, rewards that are taken away."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from valor import algorithms
 from valor.config import PPOConfig
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import keyed_generator
-from valor.trainer.phases.base import Metrics, Phase, of_rows
+from valor.trainer.advantage import from_critic
+from valor.trainer.phases.base import Metrics, Phase, of_rows, where_true
 
 _MASK_STREAM, _NOISE_STREAM = 2, 5  # last words of random keys
 
@@ -18,47 +19,67 @@ _MASK_STREAM, _NOISE_STREAM = 2, 5  # last words of random keys
 class Rewards(Phase):
     """Scores with noise, KL penalty and missing rewards.
 
-    Its state: the weight of the KL penalty, and what `reward_mask_type=fixed_ratio` owes to the next step.
+    State: the weight of the KL penalty, and the fraction of a masked reward that `reward_mask_type=fixed_ratio` carries
+    over to the next step.
     """
 
     name = "rewards"
+    timer = "adv"
     reads = frozenset(("response_mask", "response_lengths", "token_level_scores", "uid"))
     reads_if_there = frozenset(("episode",))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
-        self.algorithm, self.seed = config.algorithm, config.trainer.seed
+        algorithm = self.algorithm = config.algorithm
+        self.seed = config.trainer.seed
         self.remainder = 0.0
         self.kl_controller: algorithms.KLController | None = None
-        algorithm = self.algorithm
         if algorithm.use_kl_in_reward:
             control = algorithm.kl_ctrl
             target = control.target_kl if control.type == "adaptive" else None
             self.kl_controller = algorithms.KLController(control.kl_coef, target, control.horizon)
             more = ("full_kl",) if algorithm.exact_kl_in_reward else ("old_log_probs", "ref_log_probs")
             self.reads = self.reads | {*more}
-        reads_values = algorithm.reward_source == "critic" or (
-            algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
-        )
-        if reads_values:
+        if algorithm.reward_source == "critic" or algorithm.reads_end_value:
             self.reads = self.reads | {"values"}
         missing = ("reward_missing",) if algorithm.reward_mask_ratio > 0 else ()
         self.adds = frozenset(("token_level_rewards", *missing))
 
-    def plan(self) -> str:
-        algorithm, parts = self.algorithm, ["scores"]
-        if algorithm.reward_source == "critic":
-            parts = ["the critic's value in place of scores"]
-        elif algorithm.reward_noise:
-            parts.append(f"noise of {algorithm.reward_noise:g}")
-        parts += [f"KL penalty ({algorithm.kl_penalty})"] * algorithm.use_kl_in_reward
-        parts += [f"{algorithm.reward_mask_ratio:.0%} missing: {algorithm.missing_reward}"] * bool(
-            algorithm.reward_mask_ratio
+    @classmethod
+    def contradictions(cls, config: PPOConfig) -> Iterator[str]:
+        algorithm = config.algorithm
+        by_critic, masked = algorithm.reward_source == "critic", algorithm.reward_mask_ratio > 0
+        yield from where_true(
+            {
+                "algorithm.reward_source=critic needs a critic: set critic.enable=true": (
+                    by_critic and not config.critic.enable
+                ),
+                f"algorithm.missing_reward={algorithm.missing_reward} needs a critic: set critic.enable=true": (
+                    algorithm.reads_end_value and not config.critic.enable
+                ),
+                "algorithm.reward_source=critic replaces every reward and algorithm.reward_mask_ratio takes some away: "
+                "for a part of them use reward_source=rule_based with missing_reward=critic": by_critic and masked,
+                "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
+                "actor_rollout_ref.actor.use_kl_loss=true": algorithm.use_kl_in_reward and from_critic(algorithm),
+                "algorithm.kl_penalty=full needs a pass of the actor over each batch, which algorithm."
+                "rollout_correction.bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl": (
+                    algorithm.exact_kl_in_reward and algorithm.rollout_correction.bypass_mode
+                ),
+            }
         )
-        return ", ".join(parts)
 
-    def timing(self, batch: Batch, step: int) -> str | None:
-        return "adv"
+    def plan(self) -> str:
+        algorithm = self.algorithm
+        parts = ["the critic's value in place of scores" if algorithm.reward_source == "critic" else "scores"]
+        if algorithm.reward_binarize:
+            parts.append(f"1 above {algorithm.reward_threshold:g}, else 0")
+        if algorithm.reward_noise:
+            parts.append(f"noise of {algorithm.reward_noise:g}")
+        if algorithm.use_kl_in_reward:
+            parts.append(f"KL penalty ({algorithm.kl_penalty})")
+        if algorithm.reward_mask_ratio:
+            parts.append(f"{algorithm.reward_mask_ratio:.0%} missing: {algorithm.missing_reward}")
+        return ", ".join(parts)
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         episodes = Episodes(batch)

@@ -55,6 +55,6 @@ def phases_of(config: PPOConfig) -> Sequence[Phase]:
         return standard
     change = unpickled(path) if path.endswith(".pkl") else load_object(f"{path}:phases", "algorithm.phases_path")
     chosen = change(standard, config)
-    if not isinstance(chosen, list) or not all(isinstance(one, Phase) for one in chosen):
+    if not isinstance(chosen, list) or not all(isinstance(phase, Phase) for phase in chosen):
         raise UserError(f"{path}: phases(standard, config) has to return a list of phases, not {type(chosen).__name__}")
     return chosen

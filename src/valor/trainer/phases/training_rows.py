@@ -20,6 +20,7 @@ class TrainingRows(Phase):
     """Leaves out episodes without a reward (missing_reward=exclude); draws episodes by their scores (PF-PPO)."""
 
     name = "training_rows"
+    timer = "adv"
     reads = frozenset(("token_level_scores", "response_mask", "response_lengths"))
     reads_if_there = frozenset(("episode", "reward_missing"))
     adds = frozenset((CHOSEN,))
@@ -28,9 +29,6 @@ class TrainingRows(Phase):
     def wanted(cls, config: PPOConfig) -> bool:
         algorithm = config.algorithm
         return algorithm.use_pf_ppo or (algorithm.reward_mask_ratio > 0 and algorithm.missing_reward == "exclude")
-
-    def timing(self, batch: Batch, step: int) -> str | None:
-        return None
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         episodes, metrics = Episodes(batch), Metrics()

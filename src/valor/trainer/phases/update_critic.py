@@ -1,11 +1,19 @@
 """The critic's updates on a batch that has returns."""
 
+from collections.abc import Iterator
+
+import torch
+
+from valor import algorithms
+from valor.algorithms import VALUE_LOSSES
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
+from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED
+from valor.workers.critic import value_head
 from valor.workers.roles import critic_names
 
 
@@ -14,6 +22,7 @@ class UpdateCritic(Phase):
 
     name = "update_critic"
     role = "critic"
+    trains = True
     reads = frozenset((*ROW_FIELDS, "response_mask", "values", "returns", "uid"))
 
     def __init__(self, config: PPOConfig) -> None:
@@ -26,10 +35,32 @@ class UpdateCritic(Phase):
     def wanted(cls, config: PPOConfig) -> bool:
         return config.critic.enable
 
-    def timing(self, batch: Batch, step: int) -> str | None:
-        return None if CRITIC_IS_UPDATED in batch.meta else self.name
+    @classmethod
+    def contradictions(cls, config: PPOConfig) -> Iterator[str]:
+        critic, n = config.critic, config.actor_rollout_ref.rollout.n
+        yield from value_loss_mistakes(config)
+        if critic.ensemble_shards and critic.ensemble_size > n:
+            yield (
+                f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size} parts the samples of a "
+                f"prompt: set actor_rollout_ref.rollout.n to that or more, it is {n}"
+            )
+
+    def skips(self, batch: Batch, step: int) -> bool:
+        return CRITIC_IS_UPDATED in batch.meta
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        if CRITIC_IS_UPDATED in batch.meta:
-            return Batch(), {}
         return Batch(), self.resources.critics.update(trained(batch), step)
+
+
+def value_loss_mistakes(config: PPOConfig) -> Iterator[str]:
+    """Wrong options of `critic.value_loss`, those that contradict each other found by using them on one token.
+
+    UserError: there is no such loss, or it refuses its options.
+    """
+    name, options = config.critic.value_loss, config.critic.value_loss_kwargs
+    entry = VALUE_LOSSES[name]
+    lines = list(option_mistakes(entry, "critic.value_loss_kwargs", options, entry.options))
+    if entry.builtin and not lines:
+        x, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
+        algorithms.value_loss(name, values=outputs, old_values=x, returns=x, response_mask=x, **options)
+    yield from lines

@@ -1,10 +1,12 @@
-"""Values of the critic: by a pass of their own, or by the one update that a batch has."""
+"""Values of the critic: by a pass of their own, or by the forward pass of the one update that a batch gets."""
+
+from collections.abc import Iterator
 
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.phases.base import Metrics, Phase
 from valor.workers.roles import critic_names
 
@@ -29,21 +31,31 @@ class Values(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.critic.enable and own_targets(config) is None
+        return config.critic.enable and targets_by_ranks(config) is None
+
+    @classmethod
+    def contradictions(cls, config: PPOConfig) -> Iterator[str]:
+        critic, policy = config.critic, config.actor_rollout_ref.model
+        if critic.freeze and critic.model.path == policy.path and critic.model.lora_adapter_path is None:
+            yield (
+                "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
+                "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
+            )
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        critics = self.resources.critics
         with phase("values", len(batch), unit="sample"):
-            return self.resources.critics.compute_values(
-                batch, with_end=self.with_end, with_quantiles=self.with_quantiles
-            )
+            return critics.compute_values(batch, with_end=self.with_end, with_quantiles=self.with_quantiles)
 
 
 class ValuesInTheUpdate(Values):
     """The critic's one update of a batch: its forward pass gives the values, from which its ranks make the targets.
 
-    In a step where that cannot be (a frozen critic, episodes of several rows, several updates) it is a pass for values.
+    A step for which that is impossible (frozen critic, episodes of several rows, several updates) takes a pass for the
+    values and leaves the update to `UpdateCritic`.
     """
 
+    trains = True
     reads = Values.reads | {"token_level_rewards"}
 
     def __init__(self, config: PPOConfig) -> None:
@@ -52,16 +64,16 @@ class ValuesInTheUpdate(Values):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return own_targets(config) is not None
+        return targets_by_ranks(config) is not None
 
     def plan(self) -> str:
         return "the critic's update, whose forward pass gives the values"
 
-    def timing(self, batch: Batch, step: int) -> str | None:
-        return "update_critic" if self.resources.critics.in_one_pass(batch, step) else "values"
+    def timing(self, batch: Batch, step: int) -> str:
+        return "update_critic" if self.resources.critics.values_in_update(batch, step) else "values"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        if self.resources.critics.in_one_pass(batch, step):
+        if self.resources.critics.values_in_update(batch, step):
             values, metrics = self.resources.critics.update_with_values(batch, step)
             return values.union(Batch(meta={CRITIC_IS_UPDATED: True})), metrics
         return super().run(batch, step)

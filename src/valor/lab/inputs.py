@@ -1,4 +1,4 @@
-"""What a Python call gives as an object becomes a file of the run: rows, models, reward functions."""
+"""Objects of a Python call as files of the run: rows, models, reward functions."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ _ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_in
 
 
 @dataclass(frozen=True)
-class Given:
-    """A file (or folder) of the name that its content decides, and how it is written."""
+class InputFile:
+    """A file (or folder) whose name is made from its content, and the function that writes it."""
 
     name: str
     write: Callable[[Path], Any]
 
     def into(self, folder: Path) -> Path:
-        """Its place in `folder`, where it is written unless it is there."""
+        """Path of the file in `folder`, written unless it is there."""
         target = folder / self.name
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -33,27 +33,27 @@ class Given:
         return target
 
 
-def given_bytes(stem: str, suffix: str, content: bytes) -> Given:
+def file_of_bytes(stem: str, suffix: str, content: bytes) -> InputFile:
     """A file with this content."""
     name = f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
-    return Given(name, lambda target: write_atomically(target, content))
+    return InputFile(name, lambda target: write_atomically(target, content))
 
 
-def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
+def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
     """Settings below `key` for a path, a hub name, or a loaded model, which becomes a Hugging Face directory.
 
-    UserError: it is none of them, or has adapters, or `reads_text` and nobody knows its tokenizer.
+    UserError: it is none of them, has adapters, or has no tokenizer although the run `reads_text`.
     """
     if model is None:
         return {}
     if isinstance(tokenizer, str | Path):
-        return given_model(key, model) | {f"{key}.tokenizer_path": tokenizer}
+        return model_settings(key, model) | {f"{key}.tokenizer_path": tokenizer}
     if isinstance(model, str | Path):
         if tokenizer is None:
             return {f"{key}.path": model}
         content = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)).encode()
-        name = given_bytes("tokenizer", "", content).name
-        return {f"{key}.path": model, f"{key}.tokenizer_path": Given(name, tokenizer.save_pretrained)}
+        name = file_of_bytes("tokenizer", "", content).name
+        return {f"{key}.path": model, f"{key}.tokenizer_path": InputFile(name, tokenizer.save_pretrained)}
     if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
         raise UserError(f"a model is a path, a hub name or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
@@ -72,7 +72,7 @@ def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool
             tokenizer.save_pretrained(aside)
         aside.rename(target)
 
-    settings: dict[str, Any] = {f"{key}.path": Given(f"model-{digest.hexdigest()[:12]}", write)}
+    settings: dict[str, Any] = {f"{key}.path": InputFile(f"model-{digest.hexdigest()[:12]}", write)}
     if tokenizer is None and reads_text:
         settings[f"{key}.tokenizer_path"] = getattr(model.config, "_name_or_path", "")
         if not settings[f"{key}.tokenizer_path"]:
@@ -80,15 +80,17 @@ def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool
     return settings
 
 
-def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | Given:
-    """The files that `data` names, or a jsonl file of its rows (a Hugging Face data set, a list of dicts) as `made`
-    makes them. UserError: it is neither, has no rows, or values that JSON does not have."""
+def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] | InputFile:
+    """The paths in `data`, or a jsonl file of its rows (a Hugging Face data set, a list of dicts) after `row_of`.
+
+    UserError: it is neither, has no rows, or values that JSON does not have.
+    """
     if isinstance(data, Mapping):
         raise UserError(f"{name}_data is a dict ({', '.join(map(str, data))}): give one split, or a list of rows")
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
     if not several:
         raise UserError(f"{name}_data has no rows")
-    if all(isinstance(one, str | Path) for one in several):
+    if all(isinstance(item, str | Path) for item in several):
         return list(map(str, several))
     from_arrow = type(data).__module__.partition(".")[0] == "datasets"
     lines = []
@@ -97,18 +99,18 @@ def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | 
             raise UserError(f"{name}_data is files, a data set or a list of dicts: item {i} is {type(row).__name__}")
         check_text(row, f"{name}_data, row {i}")
         try:
-            record = made(drop_nulls(row) if from_arrow else dict(row))
+            record = row_of(drop_nulls(row) if from_arrow else dict(row))
             lines.append(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}_data, row {i}: {error}: leave that column out, or make it text") from None
-    return given_bytes(name, ".jsonl", "".join(lines).encode())
+    return file_of_bytes(name, ".jsonl", "".join(lines).encode())
 
 
 def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
-    """A row with a `prompt` (text or messages) and any columns as one of the files that runs read.
+    """A row with a `prompt` (text or messages) and any other columns, in the columns of verl's files.
 
-    Text is what a user says. The columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
-    ground truth. A row without a `data_source` has "own". `keep_prompt`: as it was given, in `extra_info` too.
+    Text is a user's message. Other columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
+    ground truth. `data_source` is "own" by default. `keep_prompt`: `extra_info` holds the prompt too, unchanged.
     """
     messages, source = _messages(row), row.get("data_source")
     truth = next((row[name] for name in _TRUTHS if row.get(name) is not None), None)
@@ -134,9 +136,9 @@ def demonstration_row(row: Row) -> Row:
 
 
 def _messages(row: Row) -> Any:
-    """The row's prompt; text as what a user says."""
+    """The row's prompt as messages; text is a user's message."""
     if "prompt" not in row:
-        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that is it")
+        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that holds it")
     prompt = row["prompt"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 

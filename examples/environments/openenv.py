@@ -13,12 +13,13 @@ from valor.errors import UserError
 from valor.rewards.answers import after_thinking
 from valor.user_files import installed
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to get a session
+_PAUSE = 0.5  # seconds between tries to get a session
 _MAX_BYTES = 16 * 2**20  # of an observation
+_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
 class OpenEnvError(RuntimeError):
-    """What the server says in place of an answer, with its code."""
+    """The server's error, with its code."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -28,10 +29,10 @@ class OpenEnvError(RuntimeError):
 class OpenEnv(TextEnvironment):
     """A server at `url` (http://host:port): a session of its own for each episode.
 
-    The policy's text is the field `action` of an action, beside the fields `action_fields`; the field `observation` of
-    what comes back is shown to it (None: all fields as JSON). `reset` goes to the server's reset, with `seed` (of
+    The policy's text is the field `action` of an action, beside the fields `action_fields`; the policy reads the field
+    `observation` of the answer (None: all fields as JSON). `reset` goes to the server's reset, with `seed` (of
     extra_info, or the row's number). An episode for which the server gave no reward at all, because it was cut off,
-    say, is worth `unscored` (None: what a grader says). Where all sessions are taken, it waits `open_seconds` for one.
+    say, is worth `unscored` (None: a grader decides). Where all sessions are taken, it waits `open_seconds` for one.
     UserError: no `websockets` package, or no address.
     """
 
@@ -47,30 +48,27 @@ class OpenEnv(TextEnvironment):
     ) -> None:
         client = installed("websockets.asyncio.client", "an OpenEnv server needs websockets", "'valor-rl[agents]'")
         parts = urlsplit(url)
-        schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-        if parts.scheme not in schemes or not parts.netloc:
+        if parts.scheme not in _SCHEMES or not parts.netloc:
             raise UserError(f"'{url}' is no address of an OpenEnv server; http://127.0.0.1:8000 is one")
-        self._url = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
+        self._url = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
         self._connect, self._socket = client.connect, None
         self._action, self._fields, self._observation = action, dict(action_fields or {}), observation
         self._reset, self.open_seconds, self._score = dict(reset or {}), open_seconds, unscored
 
     async def open(self, row: Mapping[str, Any]) -> str:
-        data, pause = {"seed": row_number(row), **self._reset}, _FIRST_PAUSE
+        data = {"seed": row_number(row), **self._reset}
         while True:
             self._socket = await self._connect(self._url, max_size=_MAX_BYTES, proxy=None)
             try:
-                return self._text(await self._ask({"type": "reset", "data": data}))
+                return self._text(await self._request("reset", data))
             except OpenEnvError as error:
                 await self._socket.close()
                 if error.code != "CAPACITY_REACHED":
                     raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(_PAUSE)
 
     async def step(self, text: str) -> Step:
-        action = {**self._fields, self._action: after_thinking(text).strip()}
-        answer = await self._ask({"type": "step", "data": action})
+        answer = await self._request("step", {**self._fields, self._action: after_thinking(text).strip()})
         reward = answer.get("reward")
         if reward is not None:
             self._score = 0.0  # beside the rewards
@@ -81,29 +79,30 @@ class OpenEnv(TextEnvironment):
 
     async def close(self) -> None:
         if self._socket is not None:
-            from websockets.exceptions import ConnectionClosed
-
-            with suppress(ConnectionClosed):
-                await self._socket.send(json.dumps({"type": "close"}))
+            await self._send({"type": "close"})
             await self._socket.close()
 
-    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The observation that answers a message. Raises OpenEnvError."""
+        assert self._socket is not None, "it is open"
+        await self._send({"type": kind, "data": data})
+        answer = json.loads(await self._socket.recv())
+        if answer["type"] == "error":
+            raise OpenEnvError(str(answer["data"].get("code")), str(answer["data"].get("message")))
+        return answer["data"]
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        """A server without a free session hangs up before the first message; its reason is still to be received."""
         from websockets.exceptions import ConnectionClosed
 
         assert self._socket is not None, "it is open"
-        with suppress(ConnectionClosed):  # a server without a free session says so and hangs up, before it is asked
+        with suppress(ConnectionClosed):
             await self._socket.send(json.dumps(message))
-        answer = json.loads(await self._socket.recv())
-        data = answer["data"]
-        if answer["type"] == "error":
-            raise OpenEnvError(str(data.get("code")), str(data.get("message")))
-        return data
 
     def _text(self, answer: Mapping[str, Any]) -> str:
-        shown = answer["observation"]
+        fields = answer["observation"]
         if self._observation is None:
-            return as_text({key: value for key, value in shown.items() if key != "metadata" and value is not None})
-        if self._observation not in shown:
-            raise KeyError(f"observations have the fields {', '.join(shown)}, and not '{self._observation}'")
-        return as_text(shown[self._observation])
+            return as_text({key: value for key, value in fields.items() if key != "metadata" and value is not None})
+        if self._observation not in fields:
+            raise KeyError(f"observations have the fields {', '.join(fields)}, and not '{self._observation}'")
+        return as_text(fields[self._observation])

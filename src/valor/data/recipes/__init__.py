@@ -1,1 +1,0 @@
-"""The data sets that `valor data prepare` knows, one declarative recipe each."""

@@ -1,0 +1,1 @@
+start(() => data.figures.forEach(draw));
