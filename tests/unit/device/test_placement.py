@@ -13,7 +13,7 @@ from valor.config import load
 from valor.controller import placement, ray_group
 from valor.controller.placement import MAIN, Placement, ResourcePool, resolve_placement, resolve_pool
 from valor.controller.ray_group import own_gpu
-from valor.engines.fsdp import engine as fsdp
+from valor.engines.base import deterministic_backward
 from valor.errors import UserError
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerHost
@@ -93,7 +93,8 @@ def test_full_determinism_reaches_every_process_and_the_backward_pass(monkeypatc
         x = torch.ones(1, requires_grad=True)
         y = x * 1.0
         y.register_hook(lambda grad: seen.append(torch.is_deterministic_algorithms_warn_only_enabled()))
-        fsdp._backward(y.sum())
+        with deterministic_backward():
+            y.sum().backward()
         assert seen == [False] and torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
