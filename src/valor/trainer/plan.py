@@ -125,7 +125,9 @@ def _reward(config: PPOConfig) -> str:
     function, model = config.reward.custom_reward_function, config.reward.reward_model
     agent, by_column = config.actor_rollout_ref.rollout.agent, f"built in, by column {config.data.reward_fn_key}"
     reward = f"{function.path}:{function.name}".removesuffix(f".pkl:{function.name}") if function.path else by_column
-    if model.enable:
+    if model.enable and not model.scores:
+        reward += f"; advantages + {model.weight:g} x progress under {model.model_path}"
+    elif model.enable:
         name = f"judge {model.judge.model}" if model.judge.url else f"reward model {model.model_path}"
         rule = "" if model.replaces_rule else f" + {model.rule_weight:g} x {reward}"
         reward = f"{model.weight:g} x {name} ({model.gives}){rule}"
