@@ -1,6 +1,6 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
@@ -8,7 +8,7 @@ from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.positions import num_positions, rope_limit
-from valor.data.prompts import PromptDataset
+from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.data.templates import ask_template, end_tokens, parts_of
@@ -43,6 +43,8 @@ class RunInputs:
             self._check_graded(self.train)
         if self.val is not None:  # a reward model validates what has no grader
             self._check_graded(self.val, sources=not reward_model.enable)
+        for rows in (self.train, self.val) if self.agents is None else ():
+            _check_answered(rows or ())
         self._check_tokens(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
@@ -119,6 +121,16 @@ class RunInputs:
                 f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
                 f"{size} tokens: set actor_rollout_ref.model.tokenizer_path to the model's own"
             )
+
+
+def _check_answered(rows: Iterable[PromptRow]) -> None:
+    """UserError: a prompt tells the policy to search, and no agent would answer."""
+    searching = next((row for row in rows if any("<search>" in str(m["content"]) for m in row.messages)), None)
+    if searching is not None:
+        raise UserError(
+            f"data row {searching.index} tells the policy to write <search>…</search>, and nothing would answer: set "
+            "do_search=true and retriever.url (valor retrieve CORPUS serves one), or take prompts without a search"
+        )
 
 
 def check_positions(config: PPOConfig) -> Any:
