@@ -72,8 +72,8 @@ def exit_code(command: Callable[[], int]) -> int:
 
     After a stop by a signal SIGINT is ignored: the process is ending, and its threads and processes may take a while.
     """
-    handles = threading.current_thread() is threading.main_thread()
-    handles = handles and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handles = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, _on_sigint)
     try:
@@ -89,7 +89,8 @@ def exit_code(command: Callable[[], int]) -> int:
         return _ended(1, f"stopped: {error}", error)
     except KeyboardInterrupt as error:
         session_goes_on = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-        if handles and not session_goes_on:
+        # Also in a nested call, whose caller has set the handler.
+        if in_main_thread and signal.getsignal(signal.SIGINT) is _on_sigint and not session_goes_on:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not isinstance(error, Interrupted):
             return _ended(128 + signal.SIGINT, "SIGINT: stopped", error)

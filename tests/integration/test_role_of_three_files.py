@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from valor.data.batch import Batch
 from valor.trainer.main_ppo import main
 from valor.workers import roles
@@ -13,7 +11,7 @@ from valor.workers.dispatch import Dispatch
 class BonusWorker:
     """A rank that gives each response 0.5."""
 
-    def __init__(self, context, *, config) -> None:
+    def __init__(self, context, *, config, facts) -> None:
         self.data_parallel_rank = context.rank
 
     @Dispatch("dp", reads=("response_lengths",))
@@ -50,6 +48,3 @@ def test_a_worker_a_row_and_a_phase_are_a_role(overrides, tmp_path, monkeypatch,
     assert "bonus (bonus): " in capsys.readouterr().out
     step = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     assert step["bonus"] == 0.5 and {path.name for path in (tmp_path / "run" / "global_step_1").iterdir()} >= {"actor"}
-
-
-pytestmark = pytest.mark.skipif(not hasattr(roles, "ROLES"), reason="needs the table of roles")
