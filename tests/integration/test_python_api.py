@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import valor
 from valor import algorithms, cli
 from valor.errors import UserError
-from valor.lab.inputs import demonstration_row, model_settings
+from valor.lab.given import demonstration_row, model_settings
 
 pytestmark = pytest.mark.slow
 

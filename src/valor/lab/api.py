@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, cast
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
-from valor.lab.inputs import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, prompt_row
+from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, prompt_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
 from valor.trainer.command import load_checked, tell_notes

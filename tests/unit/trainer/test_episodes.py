@@ -135,7 +135,7 @@ def test_without_several_rows_nothing_is_moved() -> None:
     for plain in (batch, batch.union(Batch({"episode": torch.tensor([4, 0, 1, 7, 8, 2])}))):
         episodes = Episodes(plain)
         assert episodes.rows == [[0], [1], [2], [3], [4], [5]]
-        assert episodes.joined() is plain and episodes.split(plain) is plain
+        assert episodes.joined() is plain
     assert Episodes(Batch({"response_mask": torch.zeros(0, 3)})).rows == []
 
 
