@@ -199,6 +199,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "empty weights": write("model.safetensors", b""),
     "a weight is missing": change_weights(lambda name, weight: None if "layers.0.mlp.up" in name else weight),
     "another shape": change_weights(lambda name, weight: weight[:3].clone() if "layers.0.mlp.up" in name else weight),
+    "whole numbers": change_weights(lambda name, weight: weight.to(torch.int8)),
     "weights that are no numbers": change_weights(lambda name, weight: weight * float("nan")),
     "a hostile pickle": hostile,
     "a garbage pickle": binary_garbage,

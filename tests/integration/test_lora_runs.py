@@ -301,6 +301,7 @@ def test_a_checkpoint_fits_its_own_adapters_alone(root, tmp_path):
     assert "was written with lora_rank=3, this run has lora_rank=4" in refused(base, lora_rank=4)
     assert "was written with lora_alpha=16.0, this run has lora_alpha=8.0" in refused(base, lora_alpha=8)
     assert "was written with lora_rank=3, this run has lora_rank=0" in refused(base, lora_rank=0)
+    assert "adapters of another base model" in refused(make_base(tmp_path / "other", seed=1))
     full = build(base, lora_rank=0)
     full.save(tmp_path / "full")
     assert "was written with lora_rank=0, this run has lora_rank=3" in refused(base, tmp_path / "full")

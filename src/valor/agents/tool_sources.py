@@ -40,7 +40,8 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
 
         yield EpisodeTools({name: partial(call, name) for name in names})
 
-    return ToolSource([tool.schema for tool in tools], episode)
+    readers = frozenset(name for name, tool in by_name.items() if getattr(tool.function, "takes_kwargs", False))
+    return ToolSource([tool.schema for tool in tools], episode, takes_kwargs=readers)
 
 
 def environment_source(environment: type, kwargs: Mapping[str, Any] | None = None) -> ToolSource:

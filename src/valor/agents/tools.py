@@ -54,7 +54,8 @@ class EpisodeTools(NamedTuple):
 
 
 class ToolSource(NamedTuple):
-    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode.
+    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode. `takes_kwargs`: those
+    for which a row may have `tools_kwargs`.
 
     `episode(run, row, names)` opens the tools `names` for the episode of a row, and releases them at its end.
     """
@@ -62,6 +63,7 @@ class ToolSource(NamedTuple):
     schemas: list[Schema]
     episode: Callable[[Run, Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[EpisodeTools]]
     judges: bool = False
+    takes_kwargs: frozenset[str] = frozenset()
 
 
 class Toolset:
@@ -109,6 +111,9 @@ class Toolbox:
             if unknown := [name for name in names if name not in known]:
                 hint = did_you_mean(unknown[0], known)
                 raise UserError(f"extra_info.{key}: '{unknown[0]}' is not one of the tools{hint}")
+        readers = {name for source in self._sources for name in source.takes_kwargs}
+        if unread := [name for name in tool_kwargs(row) if name not in readers]:
+            raise UserError(f"extra_info.tools_kwargs: '{unread[0]}' is a function or a method, which takes none")
         self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         texts = []
         for source in self._sources:

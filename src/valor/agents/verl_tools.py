@@ -86,7 +86,8 @@ class BaseTool:
 def base_tool_source(tools: Sequence[BaseTool]) -> ToolSource:
     """Instances of BaseTool as tools; an episode has those that its row selects."""
     schemas: list[Schema] = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
-    return ToolSource(schemas, partial(_instances_episode, {tool.name: tool for tool in tools}))
+    by_name = {tool.name: tool for tool in tools}
+    return ToolSource(schemas, partial(_instances_episode, by_name), takes_kwargs=frozenset(by_name))
 
 
 @asynccontextmanager

@@ -231,7 +231,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
-    """Adapters mean something only with the settings that they were trained with."""
+    """Adapters mean something only with the base and the settings that they were trained with."""
+    if stored.get("base", here.get("base")) != here.get("base", stored.get("base")):
+        raise UserError(f"the checkpoint '{path}' holds adapters of another base model: set model.path to that one")
     for key, value in here.items():
         there = stored.get(key, 0 if key == "lora_rank" else value)
         if there != value:

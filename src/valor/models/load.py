@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -283,9 +284,22 @@ def _from_pretrained(
     if missing := {key for key in info["missing_keys"] if not optional(hf, key)}:
         promise = f"config.json{_with_overrides(model)} promises"
         raise UserError(f"the checkpoint '{model.path}' lacks weights that its {promise}: {_some(missing)}")
+    if integers := _integers(_resolve(model.path)) & {name for name, _ in hf.named_parameters()}:
+        raise UserError(
+            f"weights in '{model.path}' are whole numbers, and nothing says how to read them: {_some(integers)}"
+        )
     if broken := {name for name, p in hf.named_parameters() if not (p.is_meta or p.isfinite().all())}:
         raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
     return hf, info
+
+
+def _integers(folder: str) -> set[str]:
+    """Names of the tensors in a directory's safetensors whose elements are integers."""
+    names: set[str] = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
+    return names
 
 
 def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:

@@ -89,6 +89,7 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     if targets == "all-linear":  # peft's own "all-linear" has routers and fused experts among them
         config.target_modules = list(linear)
         _tell_frozen(hf, linear.values())
+    base = _checksum(hf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -103,11 +104,18 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     config.task_type = next((task for kind, task in _TASKS.items() if type(hf).__name__.endswith(kind)), None)
     config.modules_to_save = heads or None
     scale = {"use_rslora": config.use_rslora, "alpha_pattern": config.alpha_pattern}
-    hf.adapter_record = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, **scale}
+    hf.adapter_record = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, **scale, "base": base}
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_trained(name))
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _checksum(hf: Any) -> str:
+    """Sum of the base weights' bits as bfloat16, which is the same whatever precision they are kept in."""
+    weights = (p.detach() for name, p in hf.named_parameters() if not is_trained(name))
+    bits = (weight.to(torch.bfloat16).contiguous().view(torch.int16) for weight in weights)
+    return f"{sum(int(x.sum(dtype=torch.int64)) for x in bits):#x}"
 
 
 def linear_layers(hf: Any) -> dict[str, Any]:

@@ -374,6 +374,8 @@ def test_a_row_selects_its_tools():
     assert run(toolbox.rewards()) is None
     with pytest.raises(UserError, match=r"tool_selection: 'ad' is not one of the tools; did you mean add\?"):
         run(box().open({"extra_info": {"tool_selection": ["ad"]}}))
+    with pytest.raises(UserError, match="tools_kwargs: 'add' is a function or a method, which takes none"):
+        run(box().open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}}, "gone": None}}}))
     with pytest.raises(UserError, match="tools_kwargs: 'ad' is not one of the tools"):
         run(box().open({"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}, "gone": None}}}))
 

@@ -122,6 +122,8 @@ class _Probe:
     def _reply(self, ids: list[int], temperature: float, top_k: int = -1) -> Reply:
         request, answer = self._complete(ids, temperature, top_k)
         try:
+            if (counted := self._dialect.prompt_tokens(answer)) != len(ids):
+                raise ValueError(f"counts {counted} tokens in a prompt of {len(ids)}")
             return checked(self._dialect.read(answer), request, None)
         except (LookupError, TypeError) as error:
             raise self._lack(f"is of a release that docs/servers.md does not tell of: {error!r} in its reply") from None

@@ -118,6 +118,10 @@ class Dialect:
         log_probs = [math.nan if value is None else float(value) for value in choice["logprobs"]["token_logprobs"]]
         return Reply(list(choice["token_ids"]), log_probs, choice["finish_reason"])
 
+    def prompt_tokens(self, reply: Any) -> int:
+        """How many tokens the server read in the prompt."""
+        return int(reply["usage"]["prompt_tokens"])
+
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]] | None:
         """Route and JSON that end a request early; None: only closing the connection does."""
         return f"{root(url)}/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}

@@ -61,6 +61,9 @@ class SGLang(Dialect):
             raise ValueError(f"{len(ids)} tokens, and log-probs of {len(log_probs)} others")
         return Reply(ids, [float(log_prob) for log_prob, *_ in log_probs], info["finish_reason"]["type"])
 
+    def prompt_tokens(self, reply: Any) -> int:
+        return int(reply["meta_info"]["prompt_tokens"])
+
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
         return f"{root(url)}/abort_request", {"rid": name}
 
