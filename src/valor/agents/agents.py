@@ -133,5 +133,5 @@ def _read_loops(path: str) -> dict[str, dict[str, Any]]:
         entries = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
         return {entry.pop("name"): entry for entry in entries if entry["_target_"]}
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
-        what = f"must be a YAML list of loops with name and _target_ ({error})"
-        raise UserError(f"{_KEY}.agent_loop_config_path={path}: {what}") from None
+        problem = f"must be a YAML list of loops with name and _target_ ({error})"
+        raise UserError(f"{_KEY}.agent_loop_config_path={path}: {problem}") from None

@@ -113,9 +113,9 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
         for turns in episode.rows
     ]
 
-    def columns(of_turn: Callable[[Turn, int], Sequence[float]], dtype: torch.dtype) -> Tensor:
+    def columns(column_of: Callable[[Turn, int], Sequence[float]], dtype: torch.dtype) -> Tensor:
         """[R, T]: numbers of the turns' tokens, 0 on observations."""
-        parts = (((*repeat(0, len(t.observation_ids)), *of_turn(t, i)) for i, t in turns) for _, turns in rows)
+        parts = (((*repeat(0, len(t.observation_ids)), *column_of(t, i)) for i, t in turns) for _, turns in rows)
         return pad_rows([[*chain.from_iterable(part)] for part in parts], dtype)[0]
 
     tokens = (((*turn.observation_ids, *turn.token_ids) for _, turn in turns) for _, turns in rows)
@@ -162,8 +162,8 @@ def with_text(rows: Batch, decode: Decode) -> Batch:
     if by_turns:
         infos, numbers = rows.objects["episode_info"], rows["turn_ids"].tolist()
         rows.objects["turn_texts"] = [
-            turn_texts({number: ids for number, _, ids in turn_tokens(row, of_turns)}, info, decode)
-            for row, of_turns, info in zip(responses, numbers, infos, strict=True)
+            turn_texts({number: ids for number, _, ids in turn_tokens(row, row_numbers)}, info, decode)
+            for row, row_numbers, info in zip(responses, numbers, infos, strict=True)
         ]
     return rows
 
@@ -231,13 +231,13 @@ def episode_metrics(batch: Batch) -> dict[str, Any]:
     calls = [call for row in firsts for call in batch.objects["episode_info"][row].get("calls", ())]
     errors = [call["error"] for call in calls if call["error"] is not None]
     ends = [batch.objects["finish_reason"][row] for row in firsts]
-    of_policy = batch["response_mask"].sum()
+    policy_tokens = batch["response_mask"].sum()
     sums = {
         "rows": len(batch),
         "cut_off": sum(end in ("length", "turns") for end in ends),
         "failed": ends.count("abort"),
-        "policy_tokens": float(of_policy),
-        "observation_tokens": float(batch["response_lengths"].sum() - of_policy),
+        "policy_tokens": float(policy_tokens),
+        "observation_tokens": float(batch["response_lengths"].sum() - policy_tokens),
         "tool_calls": len(calls),
         "tool_errors": len(errors),
         "tool_seconds": sum(call["seconds"] for call in calls),

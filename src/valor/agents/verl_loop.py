@@ -135,8 +135,10 @@ class _ServerManager:
             if log_probs is None and not all(sampled[i] for i in positions):
                 raise ValueError("own tokens that no call of generate returned there need response_logprobs")
             facts = [sampled[i] or (0.0, version) for i in positions]
-            of_turn = [log_prob for log_prob, _ in facts] if log_probs is None else [log_probs[i] for i in positions]
-            turns.append(Turn(tokens, of_turn, spans_of([version for _, version in facts]), observation, prompt))
+            turn_log_probs = (
+                [log_prob for log_prob, _ in facts] if log_probs is None else [log_probs[i] for i in positions]
+            )
+            turns.append(Turn(tokens, turn_log_probs, spans_of([version for _, version in facts]), observation, prompt))
             observation, prompt = [], None
         if observation or not turns:
             turns.append(Turn([], [], (), observation or ids[:1], prompt))

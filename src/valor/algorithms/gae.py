@@ -65,18 +65,18 @@ def gae(
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
-        of_actor, of_critic = lambdas
+        actor_lambda, critic_lambda = lambdas
         by_row = _lam_by_row(adaptive_lam_alpha, lam_positions, response_mask)
         advantages, returns = token_gae(
-            rewards, values, response_mask, gamma, (of_actor if by_row is None else by_row, of_critic), end
+            rewards, values, response_mask, gamma, (actor_lambda if by_row is None else by_row, critic_lambda), end
         )
     else:
         if adaptive_lam_alpha is not None or lam_positions:
             raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")
         turns = Turns(turn_ids, response_mask)
         assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
-        of_turns = (gamma_turn, lam_turn)
-        advantages, returns = _turn_gae(gae_unit, rewards, values, turns, of_turns, gamma, lambdas, end)
+        turn_discounts = (gamma_turn, lam_turn)
+        advantages, returns = _turn_gae(gae_unit, rewards, values, turns, turn_discounts, gamma, lambdas, end)
     return masked_whiten(advantages, response_mask, scope=whitening), returns
 
 
@@ -116,7 +116,7 @@ def _turn_gae(
     rewards: Tensor,
     values: Tensor,
     turns: Turns,
-    of_turns: tuple[float, float],
+    turn_discounts: tuple[float, float],
     gamma: float,
     lambdas: tuple[float, float],
     end: End | None,
@@ -130,7 +130,7 @@ def _turn_gae(
     An episode of one turn: A = Σ r − V_first, REINFORCE with the value of the prompt as baseline.
     """
     reward, value = turns.total(rewards), turns.first(values)
-    gamma_turn, lam_turn = of_turns
+    gamma_turn, lam_turn = turn_discounts
     advantage, target = token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
     if unit == "bilevel":
         return _gae_inside_turns(rewards, values, turns, turns.spread(target - reward), gamma, lambdas)

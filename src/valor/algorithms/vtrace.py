@@ -42,8 +42,8 @@ def vtrace(
     is V of a policy between the two. With the paper's c_bar of 1 the bound of b_t does nothing. A larger one makes up
     for γλ < 1 where a ratio is above 1; without the bound the product of c_t grows exponentially with the length.
     """
-    of_actor, of_critic = (lam if special is None else special for special in (lam_actor, lam_critic))
-    if not all(0.0 <= share <= 1.0 for share in (gamma, of_actor, of_critic)):
+    actor_lambda, critic_lambda = (lam if special is None else special for special in (lam_actor, lam_critic))
+    if not all(0.0 <= share <= 1.0 for share in (gamma, actor_lambda, critic_lambda)):
         raise UserError("gamma and lam must be between 0 and 1")
     if not (rho_bar >= 1.0 and c_bar >= 1.0):
         raise UserError(f"rho_bar and c_bar of vtrace must be at least 1, got {rho_bar:g} and {c_bar:g}")
@@ -52,7 +52,7 @@ def vtrace(
     end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
     x = keep_masked(log_ratio(old_log_probs, rollout_log_probs), mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if not bool(x.any()):
-        advantages, returns = token_gae(reward, values, mask, gamma, (of_actor, of_critic), end)
+        advantages, returns = token_gae(reward, values, mask, gamma, (actor_lambda, critic_lambda), end)
         return masked_whiten(advantages, mask, scope=whitening), returns
     value, ratio = keep_masked(values, mask), x.exp()
     if end is not None:
@@ -60,7 +60,7 @@ def vtrace(
     delta = reward + gamma * at_next_token(value, mask) - value
     weighted, traces = ratio.clamp(max=rho_bar) * delta, ratio.clamp(max=c_bar)
     for_actor, for_critic = (
-        suffix_scan(weighted, (gamma * lam * traces).clamp(max=1.0), mask) for lam in (of_actor, of_critic)
+        suffix_scan(weighted, (gamma * lam * traces).clamp(max=1.0), mask) for lam in (actor_lambda, critic_lambda)
     )
-    advantages = delta + gamma * of_actor * at_next_token(for_actor, mask)
+    advantages = delta + gamma * actor_lambda * at_next_token(for_actor, mask)
     return masked_whiten(advantages, mask, scope=whitening), for_critic + value

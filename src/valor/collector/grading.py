@@ -130,8 +130,8 @@ class Grading:
             by_model = zip(alone, self.model.grades(batch.take(alone)), strict=True)
             results |= {i: r._replace(score=r.total) for i, r in by_model}  # its steps are all that it says
         if judged:
-            of_turns = turn_rewards(batch).tolist()
-            results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
+            turn_sums = turn_rewards(batch).tolist()
+            results |= {i: results[i]._replace(score=results[i].score + turn_sums[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> tuple[list[RewardResult], Tensor | None]:

@@ -179,8 +179,10 @@ class RoleHandle:
         shares = [results[ranks.index(rank)] for rank in range(len(parts))]
         result, order = Batch.concat(shares), torch.tensor([i for part in parts for i in part])
         if "episode" in result:  # rows of one episode stay together
-            of_part = [torch.tensor(part)[one["episode"]] for part, one in zip(parts, shares, strict=True) if len(one)]
-            result["episode"] = order = torch.cat(of_part)
+            orders = [
+                torch.tensor(part)[share["episode"]] for part, share in zip(parts, shares, strict=True) if len(share)
+            ]
+            result["episode"] = order = torch.cat(orders)
         return result.take(torch.argsort(order, stable=True))
 
     def _shares(

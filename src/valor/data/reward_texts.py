@@ -64,15 +64,15 @@ class RewardTexts:
         UserError: the chat template refuses a conversation (`where` names it), or none could show its tools.
         """
         options: dict[str, Any] = {"return_special_tokens_mask": True, "verbose": False}
-        of_rows = row_options or [{}] * len(prompts)
+        by_row = row_options or [{}] * len(prompts)
         answers = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in responses]
         if self.as_chat:
             texts = [
                 render(self.tokenizer, [*prompt, answer], {**more, "add_generation_prompt": False}, where)
-                for prompt, answer, more in zip(prompts, answers, of_rows, strict=True)
+                for prompt, answer, more in zip(prompts, answers, by_row, strict=True)
             ]
             return self._fitted(self.tokenizer(texts, add_special_tokens=False, **options))
-        if any("tools" in more for more in of_rows) or any("tool_calls" in answer for answer in answers):
+        if any("tools" in more for more in by_row) or any("tool_calls" in answer for answer in answers):
             raise UserError(f"{where}: rows have tools, and the tokenizer has no chat template to show them")
         contents = [str(answer["content"]) for answer in answers]
         if self.as_pair:

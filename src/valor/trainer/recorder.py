@@ -157,9 +157,9 @@ class PPORecorder(RunRecorder):
         if shown:
             write_samples(self.run_dir, step, shown, split=split)
         if folder is not None:
-            of_rows = [score for score, episode in zip(scores, rows, strict=True) for _ in episode]
+            row_scores = [score for score, episode in zip(scores, rows, strict=True) for _ in episode]
             file = Path(folder).expanduser() / f"{step}.jsonl"
-            write_rollouts(file, rollout_records(batch, of_rows, step, self._tokenizer))
+            write_rollouts(file, rollout_records(batch, row_scores, step, self._tokenizer))
 
     def _sample(self, batch: Batch, rows: Sequence[int], reward: float) -> Sample:
         """The episode of these rows."""

@@ -141,8 +141,8 @@ def row_fields(cache: SlotCache, cos: Tensor, sin: Tensor) -> dict[str, Any]:
 
 def buffers_of(cache: SlotCache, layer: int, like: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of rows and of prompts; `like` [_, kv heads, _, D]."""
-    of_rows = cache.own.layer(layer, (like, like))
-    return *of_rows, *cache.prompts.layers.get(layer, of_rows)
+    rows = cache.own.layer(layer, (like, like))
+    return *rows, *cache.prompts.layers.get(layer, rows)
 
 
 class CompiledAttention:
