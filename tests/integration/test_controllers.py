@@ -49,6 +49,7 @@ def test_two_processes_draw_the_same_samples_and_take_the_same_steps(local_run, 
 
 
 @pytest.mark.usefixtures("hosts")
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(overrides, tmp_path):
     run_dir = tmp_path / "moves"
     two = ["trainer.n_gpus_per_node=2"]

@@ -834,7 +834,10 @@ def service(monkeypatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)))
+@pytest.mark.parametrize(
+    "number",  # every third one in `make test`; all of them together hold every pair of values
+    [pytest.param(i, marks=[pytest.mark.long] if i % 3 else []) for i in range(len(RUNS))],
+)
 def test_a_run_keeps_what_its_settings_promise(number, inputs, oracle, service, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = Run(RUNS[number], tmp_path, inputs, oracle)

@@ -69,6 +69,7 @@ def test_two_nodes_train_as_one_machine_and_leave_together(forks, overrides, tmp
         assert torch.equal(tensor, weights(run_dir, "actor")[name]), name
 
 
+@pytest.mark.long
 def test_a_node_that_dies_ends_the_run_which_goes_on_with_what_is_left(forks, overrides, tmp_path):
     run_dir, logs = tmp_path / "dies", [tmp_path / "0.log", tmp_path / "1.log"]
     arguments = overrides(run_dir, "trainer.total_training_steps=4", "trainer.save_freq=1")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
+LONG = ("own_estimator", "reading_a_critic")
 
 # A session of its own, as a kernel has: what ends it ends its whole process group.
 KERNEL = """
@@ -38,7 +39,11 @@ def forked_kernels(forks, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked_kernels")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] if path.stem in LONG else []) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(path, tmp_path):
     import nbclient
     import nbformat

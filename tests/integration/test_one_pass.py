@@ -16,7 +16,7 @@ ONE_UPDATE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.lam=0.
     [
         ["critic.model.value_head_init=normal", "critic.shuffle=true", "algorithm.reward_noise=0.1"],
         ["critic.value_loss=hl_gauss", "critic.freeze_steps=[2-2]", "critic.ppo_max_token_len_per_gpu=48"],
-        ["trainer.n_gpus_per_node=2", "algorithm.lam_critic=0.8"],
+        pytest.param(["trainer.n_gpus_per_node=2", "algorithm.lam_critic=0.8"], marks=pytest.mark.long),
     ],
     ids=["mse", "hl_gauss", "two processes"],
 )

@@ -283,6 +283,7 @@ def test_settings_that_do_not_fit_are_one_line(server, overrides, tmp_path, caps
         assert words in error and "Traceback" not in error, error
 
 
+@pytest.mark.long
 def test_a_server_that_is_started_again_while_it_is_used(server, engine):
     """It is waited for, sent the weights again, and asked again."""
     model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
@@ -300,6 +301,7 @@ def test_a_server_that_is_started_again_while_it_is_used(server, engine):
     assert gap(model, LONG, engine.generate(LONG)).max() < 1e-4
 
 
+@pytest.mark.long
 def test_a_server_that_is_started_again_while_generation_runs_ahead(server, overrides, tmp_path, caplog):
     """What was in flight begins anew, and each prompt is trained on once. VALOR_KILLS=210: 21 times, in runs of 30."""
     left, draw = RESTARTS, random.Random(7)

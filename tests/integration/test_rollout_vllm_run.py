@@ -85,6 +85,7 @@ SPLIT = f"{ROLLOUT}.tensor_model_parallel_size=2"
             True,
             ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2", SPLIT],
             id="one that is split over a pool of its own",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -94,6 +95,7 @@ def test_under_ray(is_tied, placed, native_run, untied, overrides, tmp_path):
     assert_same_training(native_run(*model), tmp_path / "run")
 
 
+@pytest.mark.long
 def test_requests_and_aborts_reach_all_ranks_of_one_that_is_split(forks, untied, tmp_path):
     """The first rank's source alone has requests."""
     run_ranks(forks, tmp_path, 2, generate, Path(untied.split("=")[1]))

@@ -35,6 +35,7 @@ def responses(folder: Path) -> list[dict[str, str]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_eight_servers_of_which_one_dies_and_one_is_slow(servers, overrides, tmp_path):
     """The samples and metrics are those of one server."""
     seconds = {}
@@ -86,6 +87,7 @@ served.run()
 """
 
 
+@pytest.mark.long
 def test_servers_that_a_run_starts(overrides, tmp_path, monkeypatch, capsys):
     """`python -m sglang.launch_server` is one of ours here: not ready at once, and with its end the run's."""
     package = tmp_path / "packages" / "sglang"

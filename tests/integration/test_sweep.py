@@ -43,6 +43,7 @@ def runs_fork(forks, monkeypatch):
 
 
 @pytest.mark.usefixtures("runs_fork")
+@pytest.mark.long
 def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(forks, overrides, tmp_path):
     base = [one for one in overrides(tmp_path, "trainer.save_freq=1") if key_of(one) not in RESERVED]
     arms = {"short": {"algorithm.lam": 0.9}, "long": None}
@@ -76,6 +77,7 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(forks,
 
 
 @pytest.mark.usefixtures("runs_fork")
+@pytest.mark.long
 def test_the_example_of_progress_under_another_policy_runs(overrides, tmp_path, monkeypatch):
     """All four arms, those whose prover another has trained after it; fewer steps, and the tests' model and data."""
     root = Path(__file__).parents[2]

@@ -163,6 +163,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         """The role's present weights as a transformers model of the class `kind`, on the CPU."""
         import transformers
 
+        from valor.models.classifier import register_classifier
         from valor.models.hf import quiet_transformers
 
         folder, run = self.folder / "huggingface" / role, self._run
@@ -171,8 +172,11 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             run.write_model(role, folder)
         elif not folder.is_dir():
             raise UserError(f"there is no {role} in '{self.folder}' yet: train first")
+        auto: Any = getattr(transformers, kind)
         with quiet_transformers():
-            model = getattr(transformers, kind).from_pretrained(folder)
+            if role != "actor":
+                register_classifier(auto, transformers.AutoConfig.from_pretrained(folder), str(folder))
+            model = auto.from_pretrained(folder)
         if run is not None:
             shutil.rmtree(folder)
         return model.eval()

@@ -16,6 +16,7 @@ from torch import nn
 from valor.config import BackboneConfig, FSDPConfig, PPOConfig, load
 from valor.config.actor import UpdateConfig
 from valor.errors import UserError
+from valor.models.classifier import register_classifier
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
@@ -83,6 +84,7 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     text = config.get_text_config()
     with torch.device("meta"), quiet_transformers():
         if value_head:
+            register_classifier(AutoModelForTokenClassification, config, model.path)
             config.num_labels = 1
         hf: Any = (AutoModelForTokenClassification if value_head else AutoModelForCausalLM).from_config(config)
     weights = sum(p.numel() for p in hf.parameters())

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from valor.data.templates import end_tokens
+from valor.models.classifier import write_class
 from valor.models.hf import published_config, quiet_transformers, tied_names
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
@@ -35,6 +36,7 @@ def export_hf(
     plain = dict(plain_weights(model, weights.items()))
     with quiet_transformers(), published_config(model.hf):
         model.hf.save_pretrained(path, state_dict=plain)
+    write_class(model.hf, path)
     if tokenizer is not None:
         write_tokenizer(tokenizer, path)
     if has_adapters(model.hf):

@@ -12,6 +12,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -25,6 +26,7 @@ from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.data.templates import template_text
 from valor.errors import UserError
 from valor.hub import hub_answers
+from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers
 from valor.models.lora import add_adapters
 from valor.models.override import override
@@ -138,11 +140,13 @@ def load_value_model(
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
     _agreed_head(path, described, head).write(config)
-    if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if encoder and (head is None or head.output != "label"):
         raise UserError(
-            f"transformers has no token-classification model of type '{config.model_type}', so '{model.path}' cannot "
-            "be a critic: set critic.model.path to a model of another family (Qwen, Llama, Mistral, Gemma 2, …)"
+            f"'{model.path}' is an encoder ({config.model_type}), and a value must not depend on later tokens: set "
+            "critic.model.path to a causal language model"
         )
+    register_classifier(AutoModelForTokenClassification, config, model.path)
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
     hf, info = _from_pretrained(
         AutoModelForTokenClassification, model, config, dtype, optional=lambda _, key: key in head_keys
@@ -168,6 +172,8 @@ def load_sequence_classifier(
             raise UserError(f"'{model.path}' classifies into {config.num_labels} labels; a reward model has 1")
         config.num_labels = 1
     new_head = new_head_seed is not None and not has_head
+    if has_head or new_head:
+        register_classifier(AutoModelForSequenceClassification, config, model.path)
 
     def of_the_head(hf: Any, key: str) -> bool:
         return new_head and not key.startswith(f"{hf.base_model_prefix}.")

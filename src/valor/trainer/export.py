@@ -15,6 +15,7 @@ from transformers import (
 from valor.engines import checkpoint as engine_checkpoint
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import UserError
+from valor.models.classifier import register_classifier
 from valor.models.export import export_hf
 from valor.models.hf import quiet_transformers
 from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_config
@@ -45,6 +46,8 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         raise UserError(f"'{out}' is not empty: give a new folder")
     config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     kind, auto = next((kind, auto) for end, kind, auto in _KINDS if config.architectures[0].endswith(end))
+    if kind is not PolicyModel:
+        register_classifier(auto, config, str(folder))
     model = kind(_empty(auto, folder, config))
     engine_checkpoint.load(folder, model, None)
     export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))

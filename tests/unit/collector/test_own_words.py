@@ -21,6 +21,7 @@ from valor.collector.grading import Grading
 from valor.config import PPOConfig, load
 from valor.data.batch import Batch
 from valor.lab.arithmetic import make_tokenizer
+from valor.rewards import code
 from valor.rewards.custom import CustomFunction
 from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Grading as Worker
@@ -54,6 +55,12 @@ RIGHT: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "reasoning_gym/letter_counting": ("3", "<answer>3</answer>", {"entry": ENTRY}),
     "valor/walk": ('{"leads": [[0]], "gains": [[1.0]], "length": 1}', "a0", {}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """Verdicts are looked at here, not time limits: a busy machine may take long for a program."""
+    monkeypatch.setattr(code, "_seconds", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -68,5 +68,6 @@ def test_a_large_tensor_takes_the_place_of_one_that_is_gone():
 
 @keeps
 @pytest.mark.slow
+@pytest.mark.long
 def test_under_ray_whose_calls_run_in_a_thread():
     assert _faults("kept", _UNDER_RAY) < 2**27 / 2**21

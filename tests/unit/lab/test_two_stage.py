@@ -16,6 +16,7 @@ def settings(sweep: Sweep, arm: str) -> dict:
     return sweep.of(arm)[0].settings
 
 
+@pytest.mark.long
 def test_the_arms(monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = plan_sweep(read_sweep(ROOT / "examples" / "lab" / "two_stage.yaml"))

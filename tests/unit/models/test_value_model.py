@@ -137,12 +137,6 @@ def test_an_exported_critic_is_not_read_in_another_way(other, words, causal_dir,
         load_value_model(section(str(tmp_path / "critic")), head=other)
 
 
-def test_a_family_without_token_classification_is_refused(tmp_path):
-    build_hf("granite_scaled").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="granite"):
-        load_value_model(section(str(tmp_path)))
-
-
 def test_the_head_computes_in_float32_on_a_bfloat16_backbone(causal_dir, rows):
     model = load_value_model(section(causal_dir, value_head_init="normal"), dtype=torch.bfloat16)
     assert model.head.weight.dtype is torch.float32

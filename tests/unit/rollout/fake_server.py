@@ -104,7 +104,7 @@ class FakeServer:
             choice |= {"token_ids": tokens, "prompt_token_ids": prompt}
         top = {f"token_id:{i}": x for i, x in enumerate(told[: body["logprobs"]])}
         choice["logprobs"] = {"token_logprobs": [told[t] for t in tokens], "top_logprobs": [top]}
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     def _handler(self) -> type[JsonHandler]:
         fake = self
