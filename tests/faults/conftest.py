@@ -13,14 +13,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from fault_settings import PARITY
 
 from valor.lab import arithmetic
-
-KILLS = int(os.environ.get("VALOR_KILLS", "7"))
-SEED = int(os.environ.get("VALOR_FAULT_SEED", "0"))
-
-# A reward that an untrained model earns about every other time.
-PARITY = f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'integration' / 'parity_reward.py'}"
 
 # Tests that try one fault each (or as many as their property "attempts" says), also in other folders: what a test of
 # that file (whose name has this in it) tries.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fault_settings import KILLS, PARITY, SEED
 from killing import (
     Runner,
     a_mark,
@@ -17,8 +18,6 @@ from killing import (
     kill_helpers,
     kill_often,
 )
-
-from conftest import KILLS, PARITY, SEED
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from collections import Counter
 
 import pytest
 import ray
+from fault_settings import KILLS, PARITY, SEED
 from killing import assert_same_results
 
-from conftest import KILLS, PARITY, SEED
 from tiny_reward_models import make_classifier
 from valor.cli import main
 from valor.controller.ray_group import RayGroup

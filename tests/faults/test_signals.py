@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fault_settings import PARITY
 from killing import assert_same_results
 
-from conftest import PARITY
 from valor.controller.watchdog import Watchdog
 
 pytestmark = pytest.mark.slow

@@ -53,7 +53,9 @@ def input_device(hf: Any) -> torch.device:
 
 def cache_bytes_per_token(config: Any, element: int) -> int:
     """Bytes of keys and values of one position, in all layers; `config` is a text config, `element` bytes a number."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:  # a state-space model: its state does not grow
+        return 0
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size * element
 

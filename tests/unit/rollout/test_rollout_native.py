@@ -8,7 +8,7 @@ import pytest
 import torch
 from rollout_models import random_model
 from stop_texts import assert_stopped, stopping_after
-from transformers import FalconConfig, FalconForCausalLM, Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from valor.errors import UserError
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
@@ -232,17 +232,6 @@ def test_diverged_weights_are_reported() -> None:
         params = SamplingParams(temperature=temperature, max_tokens=3)
         with pytest.raises(RuntimeError, match="not finite"):
             NativeEngine(model, eos_token_ids=[]).generate([Request("a", PROMPT, params)])
-
-
-def test_models_that_cannot_be_driven_are_refused() -> None:
-    falcon = FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(UserError, match="attention interface"):
-        NativeEngine(FalconForCausalLM(falcon), eos_token_ids=[])
-    kinds = ["conv", "full_attention"]
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    lfm = Lfm2Config(vocab_size=61, hidden_size=32, intermediate_size=32, layer_types=kinds, **sizes)
-    with pytest.raises(UserError, match="layers of type conv"):
-        NativeEngine(Lfm2ForCausalLM(lfm), eos_token_ids=[])
 
 
 def test_an_empty_prompt_is_refused() -> None:

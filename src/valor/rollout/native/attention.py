@@ -4,6 +4,7 @@ Registered with transformers as `valor_slots`: a mask function, which gets every
 window, chunked) as an index function, and an attention function, which never repeats keys and values for query heads.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,8 @@ from valor.rollout.native.kv_cache import PromptCache, SlotCache
 
 IMPLEMENTATION = "valor_slots"
 
+logger = logging.getLogger(__name__)
+
 # The cache that the present model call fills (prefill) or extends (decode step).
 _serving: ContextVar[PromptCache | SlotCache] = ContextVar("valor_serving_cache")
 
@@ -36,9 +39,9 @@ def serving(cache: PromptCache | SlotCache) -> Iterator[None]:
 
 
 @contextmanager
-def generation_mode(hf: nn.Module) -> Iterator[None]:
-    """The model's attention is this file's, and dropout and checkpointing are off; undone at exit."""
-    previous = [(config, config._attn_implementation) for config in configs_of(hf)]
+def generation_mode(hf: nn.Module, *, slots: bool = True) -> Iterator[None]:
+    """Dropout and checkpointing are off, and the model's attention is this file's if `slots`; undone at exit."""
+    previous = [(config, config._attn_implementation) for config in configs_of(hf)] if slots else []
     training = [module for module in hf.modules() if module.training]
     for config, _ in previous:
         config._attn_implementation = IMPLEMENTATION
@@ -53,14 +56,12 @@ def generation_mode(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def check_supported(hf: nn.Module) -> None:
-    """Raise UserError unless `hf` is a decoder whose attention and cache the native engine can drive."""
+def has_slots(hf: nn.Module) -> bool:
+    """Whether `hf` decodes from a `SlotCache`: its state is keys and values, and its attention can be this file's."""
     reason = obstacle(hf, {"full_attention", "sliding_attention", "chunked_attention"})
     if reason is not None:
-        raise UserError(
-            f"the native rollout engine cannot drive {type(hf).__name__}: {reason}: choose another rollout engine "
-            "(actor_rollout_ref.rollout.name)"
-        )
+        logger.warning("%s generates by its own cache, prompts of one length at a time: %s", type(hf).__name__, reason)
+    return reason is None
 
 
 def slot_mask(

@@ -18,7 +18,8 @@ from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode
-from valor.rollout.native.attention import check_supported, generation_mode, serving
+from valor.rollout.native.attention import generation_mode, has_slots, serving
+from valor.rollout.native.cohorts import decode, has_cache
 from valor.rollout.native.decoder import Decoder, agrees, packed_linears
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
 from valor.rollout.native.requests import Group, Intake, Row, Waiting
@@ -58,8 +59,9 @@ class NativeEngine(RolloutEngine):
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
     ) -> None:
-        check_supported(hf)
         self._hf = hf
+        self._by_cohorts = not has_slots(hf)
+        self._cached: bool | None = None  # whether the model's own cache works, once that is known
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
@@ -80,7 +82,8 @@ class NativeEngine(RolloutEngine):
             raise ValueError("the engine has no weights: sync_weights comes first")
         intake = Intake(source, self._max_model_len)
         if intake.pending:
-            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._laid_out():
+            slots = not self._by_cohorts
+            with self._unsharded(), generation_mode(self._hf, slots=slots), torch.inference_mode(), self._laid_out():
                 while intake.pending:
                     self._attempt(intake)
 
@@ -93,6 +96,11 @@ class NativeEngine(RolloutEngine):
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
         """Weights in the layout that is fastest, for the block."""
+        if self._by_cohorts:
+            if self._cached is None:
+                self._cached = has_cache(self._hf)
+            yield
+            return
         if self._direct is not False:
             try:
                 decoder = Decoder(self._hf)
@@ -118,7 +126,10 @@ class NativeEngine(RolloutEngine):
         most = len(intake.pending) if intake.ended else intake.source.max_requests
         slots = min(self._max_num_seqs, self._affordable(intake.source), most)
         try:
-            self._run(intake, slots)
+            if self._by_cohorts:
+                self._run_cohorts(intake, slots)
+            else:
+                self._run(intake, slots)
             return
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -140,7 +151,7 @@ class NativeEngine(RolloutEngine):
             return source.max_requests
         element = next(p for p in self._hf.parameters() if p.is_floating_point()).element_size()
         row = cache_bytes_per_token(self._config, element) * min(source.max_tokens, self._max_model_len)
-        return max(1, int(CACHE_SHARE * free / row))
+        return max(1, int(CACHE_SHARE * free / row)) if row else source.max_requests
 
     def _run(self, intake: Intake, slots: int) -> None:
         waiting = Waiting(slots)
@@ -162,6 +173,35 @@ class NativeEngine(RolloutEngine):
                     self._poll(cache, rows, waiting, intake, wait=False)
             while not (waiting or intake.ended):  # what has come may have been aborted at once
                 self._poll(cache, rows, waiting, intake, wait=True)
+
+    def _run_cohorts(self, intake: Intake, slots: int) -> None:
+        """As `_run`, by the model's own cache: prompts of one length at a time."""
+        waiting = Waiting(slots)
+        waiting.add(intake.pending)
+        running: list[Row] = []
+
+        def finish(row: Row) -> bool:
+            if row is running[0]:
+                waiting.add(intake.poll(wait=False))
+                for request in waiting.remove(intake.aborted):
+                    intake.deliver(request, request.begun)
+            reason = row.finish_reason() or ("abort" if row.request.request_id in intake.aborted else None)
+            if reason is not None:
+                running.remove(row)
+                intake.finish(row, reason, self.weights_version or 0)
+                report_tokens(len(row.log_probs))
+            return reason is not None
+
+        while waiting or not intake.ended:
+            if not waiting:
+                waiting.add(intake.poll(wait=True))
+                continue
+            admitted = waiting.admit(0)
+            groups = [group for group in admitted if len(group.prompt_ids) == len(admitted[0].prompt_ids)]
+            waiting.add([request for group in admitted[len(groups) :] for request in group.members])
+            running[:] = [self._new_row(request, -1) for group in groups for request in group.members]
+            decode(self._hf, groups, [*running], finish, cached=self._cached is True)
+            intake.aborted.clear()  # the rest had ended before
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
