@@ -31,6 +31,12 @@ def wait_for(condition, process, seconds: float = 120.0) -> None:
         time.sleep(0.002)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
 def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     lines = [line for line in process.stderr.read().splitlines() if line and not line.startswith("note:")]
@@ -97,7 +103,9 @@ def test_the_second_one_ends_with_a_line(names, ppo, tmp_path, counts):
 def test_ctrl_c_during_the_start_ends_with_a_line(seconds, ppo, tmp_path, counts):
     counts("signals that end a run at once")
     process = start(ppo(tmp_path / "run", "trainer.total_training_steps=1000"))
-    time.sleep(seconds)
+    begun = time.monotonic()
+    wait_for(lambda: catches(process.pid, signal.SIGINT), process)  # Python itself has started
+    time.sleep(max(0.0, begun + seconds - time.monotonic()))
     if (tmp_path / "run" / "samples").exists():
         process.kill()
         pytest.skip("it had started by then")

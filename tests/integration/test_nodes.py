@@ -51,6 +51,7 @@ def raylet_of(process: Forked) -> psutil.Process:
 
 
 @pytest.mark.usefixtures("hosts")
+@pytest.mark.alone  # Ray gives a node 30 s to start
 def test_two_nodes_train_as_one_machine_and_leave_together(forks, overrides, tmp_path):
     run_dir, alone, logs = tmp_path / "nodes", tmp_path / "alone", [tmp_path / "0.log", tmp_path / "1.log"]
     with two_nodes() as (first, second):
