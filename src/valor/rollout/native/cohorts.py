@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from valor.errors import out_of_memory
 from valor.models.hf import input_device
 from valor.rollout.native.requests import Group, Row
 from valor.rollout.sampling import BatchSampler
@@ -75,6 +76,8 @@ def has_cache(hf: nn.Module) -> bool:
         error = (last - expected).float().norm() / expected.float().norm()
         reason = None if error <= (1e-4 if last.dtype is torch.float32 else 0.1) else "its cache gives other numbers"
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
+        if out_of_memory(problem):
+            raise
         reason = str(problem).partition("\n")[0]
     if reason is not None:
         logger.warning("%s generates without a cache, which is slow: %s", type(hf).__name__, reason)

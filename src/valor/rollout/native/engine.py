@@ -187,7 +187,7 @@ class NativeEngine(RolloutEngine):
                     intake.deliver(request, request.begun)
             reason = row.finish_reason() or ("abort" if row.request.request_id in intake.aborted else None)
             if reason is not None:
-                running.remove(row)
+                running[:] = [other for other in running if other is not row]
                 intake.finish(row, reason, self.weights_version or 0)
                 report_tokens(len(row.log_probs))
             return reason is not None
