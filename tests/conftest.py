@@ -33,6 +33,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests go first, so that the last ones are short. `vllm` is skipped where there is none."""
+    for item in items:  # the cluster of all tests lives to the end of their process, and every run after would join it
+        if item.get_closest_marker("alone") and "cluster" in getattr(item, "fixturenames", ()):
+            raise pytest.UsageError(f"{item.nodeid} is marked alone and shares a Ray cluster")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if importlib.util.find_spec("vllm") is None:

@@ -50,7 +50,6 @@ def raylet_of(process: Forked) -> psutil.Process:
     return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "raylet")
 
 
-@pytest.mark.usefixtures("hosts")
 @pytest.mark.alone  # Ray gives a node 30 s to start
 def test_two_nodes_train_as_one_machine_and_leave_together(forks, overrides, tmp_path):
     run_dir, alone, logs = tmp_path / "nodes", tmp_path / "alone", [tmp_path / "0.log", tmp_path / "1.log"]
@@ -60,7 +59,9 @@ def test_two_nodes_train_as_one_machine_and_leave_together(forks, overrides, tmp
         try:
             assert processes[0].wait(timeout=300) == 0, logs[0].read_text()[-2000:]
             two = ["trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", "data.val_files=null"]
-            assert main(overrides(alone, *two)) == 0  # while the other node still waits for the first to come back
+            reference = Node("127.0.0.1").start(forks, overrides(alone, *two), tmp_path / "alone.log")
+            processes.append(reference)  # while the other node still waits for the first to come back
+            assert reference.wait(timeout=300) == 0, (tmp_path / "alone.log").read_text()[-2000:]
             assert processes[1].wait(timeout=60) == 0, logs[1].read_text()[-2000:]
         finally:
             end(*processes)
