@@ -213,11 +213,10 @@ TARGETS = {
     "`gae`, λ 1": (Correction(), 1.0),
     "`gae`, λ 0.95": (Correction(), 0.95),
     "`gae`, λ 1, tokens rejected outside of 0.5_2.0": (Correction(policy=REJECTED), 1.0),
-    "`vtrace`, λ 1, rho_bar 1, c_bar 1": (Correction("vtrace", {"rho_bar": 1.0, "c_bar": 1.0}), 1.0),
+    "`vtrace`, λ 1, rho_bar 1": (Correction("vtrace", {"rho_bar": 1.0}), 1.0),
     "`vtrace`, λ 1": (Correction("vtrace"), 1.0),
     "`vtrace`, λ 0.95": (Correction("vtrace"), 0.95),
-    "`vtrace`, λ 1, c_bar 1": (Correction("vtrace", {"c_bar": 1.0}), 1.0),
-    "`vtrace`, λ 1, c_bar 2": (Correction("vtrace", {"c_bar": 2.0}), 1.0),
+    "`vtrace`, λ 0.95, c_bar 1.2": (Correction("vtrace", {"c_bar": 1.2}), 0.95),
 }
 GRADIENTS = {
     "bypass_mode: the clip against the sampler": Correction(bypass=True),

@@ -56,8 +56,6 @@ def start_errors(game: DrawnSentences, present: Tensor, sampler: Tensor, way: Co
 TARGETS = {
     "`gae`": Correction(),
     "`vtrace`": Correction("vtrace"),
-    "`vtrace`, c_bar 1": Correction("vtrace", {"c_bar": 1.0}),
-    "`vtrace`, c_bar 2": Correction("vtrace", {"c_bar": 2.0}),
 }
 GRADIENTS = {
     "no correction": Correction(),

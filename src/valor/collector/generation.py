@@ -17,7 +17,7 @@ from valor.rollout.base import SamplingParams
 
 Sink = Callable[..., None]
 
-PROMPT_OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages")
+PROMPT_OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages", "template_kwargs")
 
 # Validation draws the same noise at every step, so that two validations differ by the policy alone.
 _VALIDATION_KEY = -1

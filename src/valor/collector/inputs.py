@@ -1,5 +1,6 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,15 @@ from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
-from valor.data.templates import ask_template, end_tokens, parts_of
+from valor.data.templates import ask_template, end_tokens, keeps, parts_of
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import find_grader, needs_truth
+
+logger = logging.getLogger(__name__)
 
 
 class RunInputs:
@@ -31,9 +34,11 @@ class RunInputs:
         self._tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
-        tools = {"tools", "tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
-        parts = tools | parts_of(row.messages for rows in (self.train, self.val or ()) for row in rows)
-        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=tools - {"tools"})
+        answers = {"tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
+        splits = [rows for rows in (self.train, self.val) if rows is not None]
+        parts = answers | parts_of(row.messages for rows in splits for row in rows)
+        parts |= {"tools"} if answers or any(rows.has_tools for rows in splits) else set()
+        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=answers)
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -48,7 +53,11 @@ class RunInputs:
         self._check_tokens(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
-            self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
+            first = self.train[0]
+            options = [first.template_kwargs] if self.reward_texts.as_chat else None
+            self.reward_texts.encode([first.messages], ["."], "the reward model reads a prompt", options)
+            if "tools" in parts and not (self.reward_texts.as_chat and keeps(self.reward_texts.tokenizer, "tools")):
+                logger.warning("the reward model does not read the schemas of tools: its chat template has none")
         self.judge = None
         if reward_model.enable and not reward_model.is_role:
             self.judge = Judge(reward_model.judge, config.reward.error_score)

@@ -1,7 +1,8 @@
 """What a learned reward model, a process reward model, a judge or a prover says of responses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,15 +84,18 @@ class ModelGrading:
     def _steps(self, batch: Batch, rows: Batch) -> list[list[tuple[Place, int]]]:
         """The steps of each response: their places, and their last tokens in `rows`."""
         lengths = rows["response_lengths"].tolist()
-        columns = (batch.objects["messages"], batch.objects["response_text"], rows["responses"].tolist(), lengths)
+        names = ("messages", "template_kwargs", "response_text")
+        columns = (*(batch.objects[name] for name in names), rows["responses"].tolist(), lengths)
         return [self._steps_of(*row) for row in zip(*columns, strict=True)]
 
-    def _steps_of(self, messages: Messages, text: str, ids: list[int], length: int) -> list[tuple[Place, int]]:
+    def _steps_of(
+        self, messages: Messages, kwargs: Mapping[str, Any], text: str, ids: list[int], length: int
+    ) -> list[tuple[Place, int]]:
         texts, separator = self.inputs.reward_texts, self.config.reward_model.step_separator
         if separator is None:
             return [(token, token) for token in range(length)]
         assert isinstance(texts, CriticTexts), "it reads tokens"
-        starts, spans = texts.token_starts(messages, text), split_steps(text, separator)
+        starts, spans = texts.token_starts(messages, text, kwargs), split_steps(text, separator)
         if starts is not None:
             return [(span, sum(start < span[1] for start in starts) - 1) for span in spans]
         return [(span, last_token(span[1], ids[:length], text, self._decode)) for span in spans]

@@ -4,7 +4,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ class PromptRow:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # what its template gets, such as tools
 
     @property
     def uid(self) -> str:
@@ -69,12 +70,11 @@ class PromptDataset(Sequence[PromptRow]):
         self.split = split
         num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
-        kwargs = data.apply_chat_template_kwargs
+        self._tools_of = tools_of
 
         def text(row: DataRow) -> str:
-            tools = list(tools_of(row.extra_info)) if tools_of else []
-            options = ({"tools": tools} if tools else {}) if tools_of else row.template
-            return render(tokenizer, row.messages, {**kwargs, **options}, row.where)
+            kwargs = {**data.apply_chat_template_kwargs, **self._template_kwargs(row)}
+            return render(tokenizer, row.messages, kwargs, row.where)
 
         _warn_of_columns([rows[n] for n in numbers], split, plays_episodes=tools_of is not None)
         texts = (text(rows[n]) for n in numbers)
@@ -109,7 +109,19 @@ class PromptDataset(Sequence[PromptRow]):
 
     def __getitem__(self, i: int) -> PromptRow:  # type: ignore[override]  # slices are of no use here
         number, ids, row = self._rows[i]
-        return PromptRow(number, ids.tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info)
+        kwargs = self._template_kwargs(row)
+        return PromptRow(number, ids.tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info, kwargs)
+
+    def _template_kwargs(self, row: DataRow) -> Mapping[str, Any]:
+        if self._tools_of is None:
+            return row.template
+        tools = list(self._tools_of(row.extra_info))
+        return {"tools": tools} if tools else {}
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template is given tools for a row."""
+        return any("tools" in self._template_kwargs(row) for _, _, row in self._rows)
 
     @property
     def data_sources(self) -> Counter[str]:

@@ -87,7 +87,9 @@ class RewardTexts:
 
     def rows(self, batch: Batch) -> tuple[Batch, list[bool]]:
         """The texts of a batch's `messages` and `response_text` as rows for the reward model, and which were cut."""
-        texts = self.encode(batch.objects["messages"], batch.objects["response_text"])
+        columns = batch.objects
+        shown = columns["template_kwargs"] if self.as_chat else None  # of plain texts tools are no part
+        texts = self.encode(columns["messages"], columns["response_text"], row_options=shown)
         return text_rows([text.ids for text in texts]), [text.is_cut for text in texts]
 
     def _fit(self, ids: list[int], special: list[int]) -> Encoded:
@@ -130,11 +132,13 @@ class CriticTexts:
         cut = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, limits, strict=True)]
         return text_rows(cut, responses), [len(a) < len(b) for a, b in zip(cut, prompts, strict=True)]
 
-    def token_starts(self, messages: Messages, response: str) -> list[int] | None:
+    def token_starts(
+        self, messages: Messages, response: str, template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int] | None:
         """The character at which each token of a response begins; None where the tokens are the policy's own."""
         if self.agrees:
             return None
-        before = render(self.tokenizer, messages)
+        before = render(self.tokenizer, messages, template_kwargs)
         text, options = before + response, {"add_special_tokens": False, "verbose": False}
         offsets = self.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
         _, ids = continued(self.tokenizer, [before], [response])[0]
@@ -148,7 +152,8 @@ class CriticTexts:
         return prompts, responses
 
     def _tokenized(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
-        texts = [render(self.tokenizer, messages) for messages in batch.objects["messages"]]
+        rows = zip(batch.objects["messages"], batch.objects["template_kwargs"], strict=True)
+        texts = [render(self.tokenizer, messages, kwargs) for messages, kwargs in rows]
         pairs = continued(self.tokenizer, texts, batch.objects["response_text"])
         end = end_tokens(self.tokenizer)[:1]
         finished = [reason == "stop" for reason in batch.objects["finish_reason"]]

@@ -39,7 +39,9 @@ class RewardModelRun(SupervisedRun):
         self.texts = RewardTexts(tokenizer, longest)
         train, val = load_preferences(config, self.texts, self.fits)
         if self.texts.as_chat:
-            ask_template(tokenizer, parts_of([*pair.prompt, pair.chosen] for pair in train), needed=["assistant"])
+            parts = parts_of([*pair.prompt, pair.chosen] for pair in train)
+            parts |= {"tools"} if any("tools" in pair.template for pair in train) else set()
+            ask_template(tokenizer, parts, needed=["assistant"])
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:

@@ -85,6 +85,7 @@ def rollouts(tokenizer, responses: list[str], finished: list[bool]) -> Batch:
         columns[f"{name}s"], columns[f"{name}_lengths"] = pad_rows(rows, torch.long)
     reasons = ["stop" if done else "length" for done in finished]
     objects = {"messages": [CHAT] * len(ids), "response_text": responses, "finish_reason": reasons}
+    objects["template_kwargs"] = [{}] * len(ids)
     return Batch(columns, objects)
 
 
@@ -122,3 +123,23 @@ def test_a_critics_prompt_is_cut_on_the_left():
     assert cut == [False, True]
     assert (rows["prompt_lengths"] + rows["response_lengths"]).tolist() == [whole, whole]
     assert decoded(tokenizer, batch, "prompt")[1].endswith(decoded(tokenizer, rows, "prompt")[1])
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+SHOWS_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}" + TEMPLATE
+
+
+def test_a_rows_tools_are_shown_as_in_training():
+    """`rm` gives the template a row's `tools`: what scores in a run reads the same text."""
+    policy, own = character_tokenizer(template=TEMPLATE), character_tokenizer(template=SHOWS_TOOLS)
+    batch = rollouts(policy, ["So.", "So."], [True, True])
+    batch.objects["template_kwargs"] = [{"tools": [ADD]}, {}]
+    texts = RewardTexts(own)
+    rows, _ = texts.rows(batch)
+    trained_on = texts.encode([CHAT, CHAT], ["So.", "So."], row_options=[{"tools": [ADD]}, {}])
+    assert [row[:n] for row, n in zip(rows["prompts"].tolist(), rows["prompt_lengths"].tolist(), strict=True)] == [
+        text.ids for text in trained_on
+    ]
+    rows, _ = CriticTexts(own, policy).rows(batch)
+    first, second = decoded(own, rows, "prompt")
+    assert "(add)" in first and first.replace("(add)", "") == second
