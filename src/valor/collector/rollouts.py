@@ -33,7 +33,16 @@ from valor.workers.roles import role_specs
 
 # Second word of the key of a sample's random numbers, where a training step has its number and validation has -1.
 PRETRAIN_STREAM, SCORE_STREAM = 0, -2  # branches: -3 and below
-OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages", "finish_reason", "reward_info")
+OBJECTS = (
+    "uid",
+    "data_source",
+    "ground_truth",
+    "extra_info",
+    "messages",
+    "template_kwargs",
+    "finish_reason",
+    "reward_info",
+)
 _COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "scores", *OBJECTS)
 
 
@@ -174,5 +183,6 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
     objects = {name: record.get(name) for name in OBJECTS} | {
         "ground_truth": record.get("ground_truth", record.get("gts")),
         "reward_info": record.get("reward_info") or {},
+        "template_kwargs": record.get("template_kwargs") or {},
     }
     return {"prompt": prompt, "response": response, "response_mask": mask, "score": score, **objects}

@@ -36,6 +36,7 @@ def rollouts(tokenizer) -> Batch:
             "ground_truth": ["2", "2", "22"],
             "extra_info": [{}, None, {"carry": True}],
             "messages": [[{"role": "user", "content": "1+1="}]] * 2 + [[{"role": "user", "content": "20+2="}]],
+            "template_kwargs": [{}, {}, {"enable_thinking": False}],
             "finish_reason": ["stop", "stop", "length"],
             "reward_info": [{}, {}, {"acc": False}],
         },
