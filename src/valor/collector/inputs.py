@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from valor.agents.agents import Agents
@@ -56,8 +57,8 @@ class RunInputs:
             first = self.train[0]
             options = [first.template_kwargs] if self.reward_texts.as_chat else None
             self.reward_texts.encode([first.messages], ["."], "the reward model reads a prompt", options)
-            if "tools" in parts and not (self.reward_texts.as_chat and keeps(self.reward_texts.tokenizer, "tools")):
-                logger.warning("the reward model does not read the schemas of tools: its chat template has none")
+        if "tools" in parts and self.reward_texts is not None and not _shows_tools(self.reward_texts.tokenizer):
+            logger.warning("the reward model does not read the schemas of tools: its chat template leaves them out")
         self.judge = None
         if reward_model.enable and not reward_model.is_role:
             self.judge = Judge(reward_model.judge, config.reward.error_score)
@@ -130,6 +131,13 @@ class RunInputs:
                 f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
                 f"{size} tokens: set actor_rollout_ref.model.tokenizer_path to the model's own"
             )
+
+
+def _shows_tools(tokenizer: Any) -> bool:
+    """Whether its chat template renders tools; a template that refuses the question does not."""
+    with suppress(UserError):
+        return keeps(tokenizer, "tools")
+    return False
 
 
 def _check_answered(rows: Iterable[PromptRow]) -> None:
