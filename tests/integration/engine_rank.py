@@ -102,7 +102,7 @@ def value_loss(outputs: dict[str, torch.Tensor], rows: Batch) -> tuple[torch.Ten
     return loss, {"loss": loss.detach(), "rows": float(len(rows))}
 
 
-def build(case: Case) -> FSDPEngine:
+def build(case: Case, **optim: Any) -> FSDPEngine:
     torch.manual_seed(0)
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
@@ -115,8 +115,9 @@ def build(case: Case) -> FSDPEngine:
     model = kind(hf, packed=case.packed, shared=case.packed)
     assert model.packed == model.shared == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
-    optim = OptimConfig(lr=1e-2)
-    return FSDPEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
+    return FSDPEngine(
+        model, fsdp=fsdp, optim=OptimConfig(lr=1e-2, **optim), device=CPU, total_steps=9, sequence_parallel=case.shared
+    )
 
 
 def run_case(case: Case, out: Path) -> None:
@@ -164,6 +165,24 @@ def run_checkpoint(out: Path) -> None:
             save_file(tensors, out / f"{name}.state")
 
 
+def run_muon(out: Path) -> None:
+    """What one update by Muon adds to the weights, of which each rank holds shards."""
+    engine = build(Case("actor"), optimizer="Muon")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = whole_batch().take([*range(rank, ROWS, world)])
+    before = _weights(engine)
+    engine.forward_backward(share, lambda o, r: policy_loss(o, r, kl=False), with_entropy=True)
+    engine.optimizer_step()
+    updates = {name: weight - before[name] for name, weight in _weights(engine).items()}
+    if rank == 0:
+        save_file(updates, out / "muon.updates")
+
+
+def _weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    parameters = engine.module.named_parameters()
+    return {name: p.full_tensor().detach().clone() for name, p in parameters if isinstance(p, DTensor)}
+
+
 def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, gathered."""
     assert engine.optimizer is not None
@@ -181,3 +200,4 @@ def run_all(out: Path, cases: list[Case], models: Path) -> None:
         run_case(case, out)
     run_loading(models, out)
     run_checkpoint(out)
+    run_muon(out)

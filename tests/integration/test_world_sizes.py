@@ -106,6 +106,14 @@ def test_files_that_rank_0_cannot_read_end_all_ranks_with_its_line(found, world)
 
 
 @pytest.mark.parametrize("world", [2, 4])
+def test_muon_sees_matrices_whole(found, world):
+    alone, shards = (load_file(found[w] / "muon.updates") for w in (1, world))
+    for name, update in alone.items():
+        # The iteration is in bfloat16, and enlarges small singular values, noise among them.
+        assert (shards[name] - update).norm() < 0.25 * update.norm() > 0, name
+
+
+@pytest.mark.parametrize("world", [2, 4])
 def test_checkpoints_go_from_one_rank_to_several_and_back(found, world):
     def state(number: int, name: str) -> dict[str, torch.Tensor]:
         return load_file(found[number] / f"{name}.state")

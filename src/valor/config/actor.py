@@ -72,6 +72,10 @@ class UpdateConfig(Section):
         """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
         return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
 
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.strategy == "megatron" and self.optim.optimizer != "AdamW":
+            yield f"{at}strategy=megatron trains with AdamW: {at}optim.optimizer={self.optim.optimizer} is fsdp2's"
+
 
 class ActorConfig(UpdateConfig):
     """The policy's update."""
@@ -166,6 +170,7 @@ class CriticConfig(
     megatron: CriticMegatronConfig = section(CriticMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:
+        yield from super().contradictions(at)
         if self.value_levels[0] >= self.value_levels[1]:
             yield f"{at}value_levels must be [low, high] with low below high"
         same = self.model.value_head_init == "zero" and not self.ensemble_shards

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, Section, Share, follows, hidden, inherits, key
+from valor.config.base import CountOrOff, DType, PathStr, Section, Share, also, follows, hidden, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 TracedRole = Literal["actor", "critic", "ref", "rollout"]
@@ -194,12 +194,16 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    """AdamW (torch.optim's, fused), gradient clipping, and the learning rate, which changes once a training step."""
+    """Optimizer, gradient clipping, and the learning rate, which changes once a training step."""
 
+    optimizer: Annotated[Literal["AdamW", "Muon"], also(adam="AdamW", adamw="AdamW", muon="Muon")] = "AdamW"
+    """AdamW, or Muon for hidden matrices with AdamW for embeddings, heads and vectors (both torch.optim's)."""
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
+    """AdamW's decay rates of the first and second moment."""
+    momentum: DecayRate = key(0.95, ".optimizer=Muon")
+    """Muon's decay rate of the momentum (Nesterov's)."""
     eps: PositiveFloat = 1e-8
     """Denominator offset."""
     weight_decay: NonNegativeFloat = 0.01

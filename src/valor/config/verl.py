@@ -76,8 +76,7 @@ reward_model.forward_max_token_len_per_gpu -> {RM}.max_token_len_per_gpu
 reward_model.fsdp_config.* reward_model.model.fsdp_config.* -> {RM}.fsdp_config.*
 {A}.state_masking [true] : what the policy is told is never trained on
 {A}.state_masking [false] ! what the policy is told is never trained on: leave it at true
-*optim.optimizer_impl [torch.optim] : it is where AdamW comes from
-*optim.optimizer [AdamW, adam] : it is the optimizer
+*optim.optimizer_impl [torch.optim] : it is where optimizers come from
 *optim.num_cycles [0.5] : cosine falls once, from lr to its floor
 *.profiler.(enable all_ranks) [true] : global_profiler.roles and global_profiler.ranks say what is traced
 *.profiler.ranks : global_profiler.roles and global_profiler.ranks say what is traced

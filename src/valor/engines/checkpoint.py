@@ -57,7 +57,8 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
     if optimizer is not None:
         for name, state in _optimizer_states(module, optimizer).items():
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if key != "step"}
-            scalars[name] = {"step": {"tensor": float(state["step"]), "dtype": "float32"}}
+            if "step" in state:
+                scalars[name] = {"step": {"tensor": float(state["step"]), "dtype": "float32"}}
     write(path, module, tensors, counters, type(optimizer).__name__ if optimizer is not None else None, scalars)
 
 

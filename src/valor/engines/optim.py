@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules by the keys of `optim`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,14 +9,60 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from valor.config.engine import OptimConfig
+from valor.models.value import HEAD_NAMES
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (its fused kernel) over all trainable parameters; weight decay acts on every one of them."""
-    trained = [p for p in parameters if p.requires_grad]
+def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that `optim.optimizer` names, over the trainable parameters of `module`."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if optim.optimizer == "AdamW":
+        return _adamw(trained, optim)
+    left_out = {id(p) for part in _embeddings_and_heads(module) for p in part.parameters()}
+    hidden = {id(p) for p in trained if p.ndim == 2 and id(p) not in left_out}
+    return Muon([p for p in trained if id(p) in hidden], [p for p in trained if id(p) not in hidden], optim)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices, AdamW for all other parameters, with one learning rate.
+
+    An update of a matrix is scaled to the root mean square that AdamW's updates have (arXiv 2502.16982), so that a
+    learning rate and a weight decay tuned for AdamW serve both.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], optim: OptimConfig) -> None:
+        self._parts: list[torch.optim.Optimizer] = []
+        super().__init__([*matrices, *others], {})
+        if matrices:
+            decay, momentum = optim.weight_decay, optim.momentum
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices, lr=optim.lr, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        if others:
+            self._parts.append(_adamw(others, optim))
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def _adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
+    """Torch's fused AdamW; weight decay acts on every parameter."""
     return torch.optim.AdamW(
-        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
+
+
+def _embeddings_and_heads(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose matrices are tables of tokens or outputs: Muon is for those between them."""
+    yield from (part for part in module.modules() if isinstance(part, nn.Embedding))
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in ("lm_head", "embed_out", *HEAD_NAMES):
+            yield part
 
 
 def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:

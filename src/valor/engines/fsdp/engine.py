@@ -101,7 +101,7 @@ class FSDPEngine(TrainingEngine):
         self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
-        self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
+        self.optimizer = build_optimizer(module, optim) if optim is not None else None
         self._first_norm = self._weight_norm()
         if device.type in attention.VARLEN_DEVICES and getattr(module, "packed", False):
             with torch.no_grad():
