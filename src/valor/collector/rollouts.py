@@ -17,6 +17,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.collector.collector import Collector
+from valor.collector.generation import PROMPT_OBJECTS
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.placement import Placement
@@ -33,16 +34,7 @@ from valor.workers.roles import role_specs
 
 # Second word of the key of a sample's random numbers, where a training step has its number and validation has -1.
 PRETRAIN_STREAM, SCORE_STREAM = 0, -2  # branches: -3 and below
-OBJECTS = (
-    "uid",
-    "data_source",
-    "ground_truth",
-    "extra_info",
-    "messages",
-    "template_kwargs",
-    "finish_reason",
-    "reward_info",
-)
+OBJECTS = (*PROMPT_OBJECTS, "finish_reason", "reward_info")
 _COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "scores", *OBJECTS)
 
 
