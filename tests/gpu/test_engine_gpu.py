@@ -8,6 +8,7 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.attention import _varlen_agrees
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, SamplingParams
 from valor.rollout.native.engine import NativeEngine
@@ -30,7 +31,7 @@ def causal_lm(checkpointing: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
     if checkpointing:
-        hf.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(hf)
     return hf
 
 

@@ -4,6 +4,7 @@ anything is started."""
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -41,6 +42,13 @@ class Placement:
     controller: str  # "local" or "ray"
     pools: dict[str, ResourcePool]
     home: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if self.controller == "ray" and find_spec("ray") is None:
+            raise UserError(
+                "several processes, or trainer.controller=ray, need Ray, which is not installed: pip install ray, "
+                "or run one process (trainer.controller=local trainer.n_gpus_per_node=1)"
+            )
 
     @property
     def world_size(self) -> int:

@@ -161,7 +161,6 @@ def test_a_role_moves_once_for_all_its_mini_batches(monkeypatch):
 
 def test_memory_is_measured_by_torch_and_by_the_driver(monkeypatch):
     """What torch counts as held may sleep elsewhere: the driver's number stands beside it, the largest of each kind."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     allocated, free = iter([50 * GIB, 40 * GIB]), iter([70 * GIB, 60 * GIB])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))

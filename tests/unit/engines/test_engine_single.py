@@ -9,6 +9,7 @@ from tiny_engine import CPU, gradients, loss_fn, ragged_batch, tiny_engine, tiny
 
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.engines.fsdp.engine import FSDPEngine
+from valor.models.internals import checkpoint_layers
 from valor.models.rows import ROW_FIELDS
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -166,7 +167,7 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
 def test_gradient_checkpointing_gives_the_same_gradients():
     plain = tiny_engine()
     policy = tiny_policy()
-    policy.hf.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(policy.hf)
     calls = []
     policy.hf.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     saving = FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)
