@@ -43,13 +43,6 @@ class Placement:
     pools: dict[str, ResourcePool]
     home: dict[str, str]
 
-    def __post_init__(self) -> None:
-        if self.controller == "ray" and find_spec("ray") is None:
-            raise UserError(
-                "several processes, or trainer.controller=ray, need Ray, which is not installed: pip install ray, "
-                "or run one process (trainer.controller=local trainer.n_gpus_per_node=1)"
-            )
-
     @property
     def world_size(self) -> int:
         """Processes of all pools."""
@@ -72,6 +65,16 @@ class Placement:
             f"{name:<{width}}  {pool}: {', '.join(role for role in roles if self.pool_of(role) == name)}"
             for name, pool in self.pools.items()
         )
+
+
+def startable(placement: Placement) -> Placement:
+    """The same. UserError: Ray would start it, which is not installed."""
+    if placement.controller == "ray" and find_spec("ray") is None:
+        raise UserError(
+            f"{placement.world_size} processes under trainer.controller=ray need Ray, which is not installed: pip "
+            "install ray, or run one process (trainer.controller=local trainer.n_gpus_per_node=1)"
+        )
+    return placement
 
 
 def available_cores() -> int:

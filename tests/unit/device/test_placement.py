@@ -36,15 +36,6 @@ def machine(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_without_ray_one_process_runs_and_several_are_refused_in_a_line(monkeypatch):
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
-    one = ["trainer.device=cpu", "trainer.n_gpus_per_node=1"]
-    assert resolve_placement(config(*one)).controller == "local"
-    for several in (["trainer.n_gpus_per_node=2"], [*one, "trainer.controller=ray"]):
-        with pytest.raises(UserError, match="pip install ray"):
-            resolve_placement(config(*several))
-
-
 def test_pools_share_the_cores_of_a_node():
     found = resolve_placement(config(*TWO_POOLS))
     assert [pool.num_threads for pool in found.pools.values()] == [8, 8]
