@@ -44,7 +44,8 @@ def drop_unreduced_gradients(part: Any) -> None:
     reduction."""
     group = part._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # torch before 2.15
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
 
