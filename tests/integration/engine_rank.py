@@ -19,6 +19,7 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
 from valor.engines.fsdp.engine import FSDPEngine
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
@@ -110,7 +111,7 @@ def build(case: Case, **optim: Any) -> FSDPEngine:
         more = {"head_dim": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
         hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, **more))
     if case.checkpointing:
-        getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)({"use_reentrant": False})
+        checkpoint_layers(hf)
     kind = ValueModel if case.role == "critic" else PolicyModel
     model = kind(hf, packed=case.packed, shared=case.packed)
     assert model.packed == model.shared == case.packed

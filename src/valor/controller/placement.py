@@ -4,6 +4,7 @@ anything is started."""
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -64,6 +65,16 @@ class Placement:
             f"{name:<{width}}  {pool}: {', '.join(role for role in roles if self.pool_of(role) == name)}"
             for name, pool in self.pools.items()
         )
+
+
+def startable(placement: Placement) -> Placement:
+    """The same. UserError: Ray would start it, which is not installed."""
+    if placement.controller == "ray" and find_spec("ray") is None:
+        raise UserError(
+            f"{placement.world_size} processes under trainer.controller=ray need Ray, which is not installed: pip "
+            "install ray, or run one process (trainer.controller=local trainer.n_gpus_per_node=1)"
+        )
+    return placement
 
 
 def available_cores() -> int:

@@ -7,7 +7,7 @@ whose share of the batch is empty.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -188,14 +188,15 @@ class TrainingEngine(ABC):
         """Loss and metrics of some rows; of none, a zero that depends on every output."""
         if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
             return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
-        return loss_fn(outputs, batch.take(indices).to(self.device))
+        loss, values = loss_fn(outputs, batch.take(indices).to(self.device))
+        return loss, {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
 
-    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics of a micro-batch in one copy from the device, for when its backward pass has been launched."""
-        if not values:
-            return {}
-        wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
-        return dict(zip(values, torch.stack(wide).tolist(), strict=True))
+    def _numbers(self, parts: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+        """Metrics of micro-batches in one copy from the device, for when all their passes have been launched."""
+        far = [x for values in parts for x in values.values() if isinstance(x, Tensor) and x.device.type != "cpu"]
+        numbers = iter(torch.stack([x.double() for x in far]).tolist() if far else ())
+        known = {id(x): number for x, number in zip(far, numbers, strict=True)}
+        return [{name: known[id(x)] if id(x) in known else float(x) for name, x in values.items()} for values in parts]
 
     @abstractmethod
     def _gradients(self) -> tuple[float, list[Tensor]]:

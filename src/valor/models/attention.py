@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from valor.models.internals import takes_enable_gqa
 from valor.models.linear import computing_dtype
 
 _SHORT = 2**13  # queries times keys of a row up to which a CPU is faster with `_Products`
@@ -142,6 +143,9 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
         return _Products.apply(q, k, v, scaling or q.shape[-1] ** -0.5)
     mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
     grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type != "cpu":  # CUDA's kernels take no mask, and no float32, with fewer key heads
+        k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2) for x in (k, v))
+        grouped = False
     return nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
@@ -193,7 +197,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     offsets: Any = segments.offsets
     key_offsets: Any = offsets if segments.key_offsets is None else segments.key_offsets
     longest = max(segments.lengths), max(_lengths(segments.key_bounds or segments.bounds))
-    options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if takes_enable_gqa(varlen_attn):
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     if segments.keys is not None:
         key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
     tensors = (x.contiguous() for x in (query, key, value))

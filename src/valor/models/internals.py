@@ -1,13 +1,15 @@
 """What is used of torch, transformers, peft and Liger beyond their public names, and why.
 
-Checked with torch 2.13, transformers 5.5 to 5.23, peft 0.21 and liger-kernel 0.8. Where a name is gone,
-tests/unit/models/test_internals.py fails.
+Checked with torch 2.11, 2.13 and 2.15, transformers 5.17 to 5.24, peft 0.21 and liger-kernel 0.8. Where a name is
+gone, tests/unit/models/test_internals.py fails. Names that came or went within these versions are here too.
 """
 
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -42,9 +44,51 @@ def drop_unreduced_gradients(part: Any) -> None:
     reduction."""
     group = part._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # torch before 2.15
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def forget_broken_pass(root: Any) -> None:
+    """FSDP2 of one rank as if the pass that an exception broke off had not begun; its gradients are lost.
+
+    torch 2.13 has a name for it. Before, what the pass has left is dropped when the device has done its work.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    state = root._get_fsdp_state()
+    shared, streams = state._state_ctx, state._comm_ctx
+    streams.all_gather_state = streams.reduce_scatter_state = None
+    streams.post_forward_order.clear()
+    for part in shared.all_states:
+        part._modules_to_run_forward.clear()
+        part._training_state = TrainingState.IDLE
+        if (group := part._fsdp_param_group) is not None:
+            group._all_gather_result = group._all_reduce_state = group._partial_reduce_output = None
+            group._post_reduce_event = group._reshard_after_forward_event = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+
+
+@lru_cache
+def takes_enable_gqa(varlen_attn: Any) -> bool:
+    """Whether torch's variable-length attention has to be told of fewer key heads. In 2.11 its kernel takes them
+    untold."""
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def checkpoint_layers(hf: Any) -> None:
+    """Keep a layer's input alone for the backward pass, which computes the rest again. ValueError: the class cannot."""
+    newer, older = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(hf, newer if hasattr(hf, newer) else older)({"use_reentrant": False})
 
 
 def unsplit_classes(module: nn.Module) -> set[str]:

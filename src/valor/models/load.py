@@ -28,6 +28,7 @@ from valor.errors import UserError
 from valor.hub import hub_answers
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers
+from valor.models.internals import checkpoint_layers
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
@@ -314,8 +315,7 @@ def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
     if not model.enable_gradient_checkpointing:
         return
     try:
-        enable = getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)  # newer, older name
-        enable({"use_reentrant": False})
+        checkpoint_layers(hf)
     except ValueError as error:
         raise UserError(
             f"{type(hf).__name__} has no gradient checkpointing: set model.enable_gradient_checkpointing=false"

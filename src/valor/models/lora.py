@@ -205,9 +205,17 @@ def merged(hf: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
 
 
 def merged_weight(layer: Any) -> Tensor:
-    """W + s B A of an adapted layer, a new tensor."""
+    """W + s B A of an adapted layer, a new tensor, float32."""
     a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-    return _sum(layer, layer.base_layer.weight, a, b)
+    return _sum(layer, layer.base_layer.weight.float(), a, b)
+
+
+def low_rank(layer: Any) -> tuple[Tensor, Tensor]:
+    """A [rank, in] and s B [out, rank] of a linear layer; of one without an adapter, the rank is 0."""
+    if not hasattr(layer, "lora_A"):
+        weight = layer.weight
+        return weight.new_zeros(0, weight.shape[1]), weight.new_zeros(len(weight), 0)
+    return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight * layer.scaling[_NAME]
 
 
 def _sum(layer: Any, base_layer: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import logging
 from functools import cache
 from importlib import resources
 from pathlib import PurePath
@@ -10,6 +11,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
+
+logger = logging.getLogger(__name__)
 
 _ASSETS = resources.files("valor.report") / "assets"
 
@@ -53,6 +56,7 @@ def _packed_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
+        logger.warning("pages have tables and no pictures without plotly: pip install plotly")
         return ""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 

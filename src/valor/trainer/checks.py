@@ -11,7 +11,7 @@ from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.config.tree import flatten, get_at, matches
-from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool
+from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool, startable
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
@@ -122,7 +122,7 @@ def placed(config: PPOConfig) -> Placement:
     if config.generator is not None:
         engine = GENERATION_ENGINES[config.generator]
         engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
-    return placement
+    return startable(placement)
 
 
 def lost_in_rounding(config: Section) -> Iterator[str]:

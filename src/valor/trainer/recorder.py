@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ _PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "return
 _OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _NO_REWIND = 2**62  # as the step to resume after: no record is of a later step, so none is deleted
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 class RunRecorder:
@@ -66,7 +73,7 @@ class RunRecorder:
             for earlier, metrics in (read_steps(path) if path.is_file() else {}).items():
                 self._diagnosis.add(earlier, metrics)
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
-            versions = {package: version(package) for package in ("torch", "transformers", "ray")}
+            versions = {package: _version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
             write_run_info(self.run_dir, name=trainer.experiment_name, command=self._command, versions=versions)
             yield

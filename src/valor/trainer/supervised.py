@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.group import Pools
-from valor.controller.placement import resolve_pool
+from valor.controller.placement import resolve_pool, startable
 from valor.controller.start import start_pools
 from valor.data.demonstrations import DemonstrationDataset
 from valor.data.preferences import PreferenceDataset
@@ -48,7 +48,7 @@ class SupervisedRun(Run):
         loggers = [name for name in config.trainer.logger if name != "console"]
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
-        self.placement = resolve_pool(TrainerConfig(**trainer.model_dump()))
+        self.placement = startable(resolve_pool(TrainerConfig(**trainer.model_dump())))
         self.train, self.val, self.trained_roles = train, val, [self.role]
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
         self.total_steps = trainer.total_training_steps or self.sampler.steps_per_epoch * trainer.total_epochs

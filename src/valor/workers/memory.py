@@ -26,7 +26,7 @@ def use_expandable_segments() -> None:
     Only before CUDA is used for the first time.
     """
     if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def keep_freed_memory() -> None:
@@ -60,15 +60,11 @@ class PeakMemory:
         self._cuda = device.type == "cuda"
         self._device = device
         self._peaks: dict[str, float] = {}
-        self._last = ""
 
     @contextmanager
     def __call__(self, call: str) -> Iterator[None]:
-        """Measure the block. On CUDA a call of another kind than the last one begins with empty caches."""
+        """Measure the block."""
         if self._cuda:
-            if call != self._last:
-                torch.cuda.empty_cache()
-            self._last = call
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             with suppress(OSError):  # Linux has it; elsewhere the peak is that of the process so far

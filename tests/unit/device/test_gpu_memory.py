@@ -1,6 +1,7 @@
 """Memory of a GPU that is pretended: what a generation may take, and what happens when it runs out."""
 
 import logging
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from valor.rollout.base import Request, SamplingParams
 from valor.rollout.native import engine as native
 from valor.rollout.vllm.options import check_free_memory, engine_options
 from valor.workers.host import WorkerContext
-from valor.workers.memory import PeakMemory
+from valor.workers.memory import PeakMemory, use_expandable_segments
 from valor.workers.model_role import ModelRole
 
 CONFIG = Qwen2Config(**SIZES, tie_word_embeddings=True)
@@ -161,11 +162,11 @@ def test_a_role_moves_once_for_all_its_mini_batches(monkeypatch):
 
 def test_memory_is_measured_by_torch_and_by_the_driver(monkeypatch):
     """What torch counts as held may sleep elsewhere: the driver's number stands beside it, the largest of each kind."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     allocated, free = iter([50 * GIB, 40 * GIB]), iter([70 * GIB, 60 * GIB])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the next call maps all of it anew"))
     memory = PeakMemory(torch.device("cuda", 0))
     for _ in range(2):
         with memory("actor.update"):
@@ -175,3 +176,17 @@ def test_memory_is_measured_by_torch_and_by_the_driver(monkeypatch):
         "perf/device_memory_used_gb/actor.update": 20.0,
     }
     assert memory.take() == {}
+
+
+@pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocators_settings_are_the_users_or_have_the_name_that_torch_does_not_warn_of(theirs, monkeypatch):
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if theirs is not None:
+        monkeypatch.setenv(theirs, "max_split_size_mb:64")
+    use_expandable_segments()
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    found = {name: os.environ[name] for name in names & os.environ.keys()}
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert found == (ours if theirs is None else {theirs: "max_split_size_mb:64"})

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassif
 
 from posed_device import DEVICE, Posed, PosedDevice, pose
 from valor import algorithms
+from valor.models.attention import Segments, attention
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 from valor.rollout.base import Request, SamplingParams
@@ -72,6 +73,28 @@ def test_a_pass_forward_and_backward_hardly_waits(kind, packed):
     for name, grad in found.items():
         assert isinstance(grad, Posed)
         torch.testing.assert_close(grad.held, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_shared_prefixes_without_variable_length_attention_need_no_scores_in_memory(monkeypatch):
+    """CUDA's kernels that keep no scores refuse a mask where there are fewer key heads than query heads."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 15, 8, generator=generator) for heads in (4, 2, 2))
+    keys = torch.tensor([*range(5), 0, 1, 2, 5, *range(6, 15)])  # row 1 begins with 3 tokens of row 0
+    segments, lengths = Segments.of([5, 1, 9]), [5, 4, 9]
+    expected = attention(query, key, value, segments.reading(lengths, keys))
+    heads, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(q, k, v, mask, **options):
+        heads.append((q.shape[1], k.shape[1], v.shape[1], options.pop("enable_gqa")))
+        return sdpa(q, k, v, mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    with PosedDevice() as device:
+        posed = (x.to(DEVICE) for x in (query, key, value))
+        found = attention(*posed, segments.to(DEVICE).reading(lengths, keys.to(DEVICE)))
+        assert not device.waits.total(), device.waits
+    assert isinstance(found, Posed) and set(heads) == {(4, 4, 4, False)}
+    torch.testing.assert_close(found.held, expected)
 
 
 @pytest.mark.parametrize("name", algorithms.POLICY_LOSSES)

@@ -12,6 +12,7 @@ from valor.data.batch import Batch
 from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models import attention
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 
 ROWS = Batch(
@@ -50,7 +51,7 @@ def engine(monkeypatch):
     distributed.init_process_group("cpu")
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
-    hf.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(hf)
     yield FSDPEngine(
         PolicyModel(hf, packed=True),
         fsdp=FSDPConfig(dtype="bfloat16"),

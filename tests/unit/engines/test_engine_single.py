@@ -7,8 +7,10 @@ import pytest
 import torch
 from tiny_engine import CPU, gradients, loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
 
+from posed_device import DEVICE, PosedDevice
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.engines.fsdp.engine import FSDPEngine
+from valor.models.internals import checkpoint_layers
 from valor.models.rows import ROW_FIELDS
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -38,6 +40,19 @@ def test_loss_and_gradients_equal_plain_torch():
     assert metrics["rows_max"] == 3.0  # a maximum, not a sum
     for name, grad in gradients(engine).items():
         torch.testing.assert_close(grad, dict(policy.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_of_all_micro_batches_are_waited_for_once():
+    engine, expected = tiny_engine(), tiny_engine().forward_backward(BATCH, loss_fn(TOKENS), max_rows=1)
+
+    def far_metrics(outputs, rows):
+        loss, values = loss_fn(TOKENS)(outputs, rows)
+        return loss, {"lr": 0.0} | {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in values.items()}
+
+    with PosedDevice() as device:
+        found = engine.forward_backward(BATCH, far_metrics, max_rows=1)
+    assert found == {"lr": 0.0} | expected
+    assert device.waits == {"copy to the host": 1}
 
 
 def test_updates_equal_plain_adamw():
@@ -166,7 +181,7 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
 def test_gradient_checkpointing_gives_the_same_gradients():
     plain = tiny_engine()
     policy = tiny_policy()
-    policy.hf.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(policy.hf)
     calls = []
     policy.hf.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     saving = FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)

@@ -10,6 +10,7 @@ from valor.config.actor import ActorConfig
 from valor.config.engine import ModelConfig
 from valor.engines.fsdp.engine import build_fsdp
 from valor.errors import UserError
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -23,7 +24,7 @@ def build(**options):
     def load(dtype):
         hf = tiny_policy(num_hidden_layers=1).hf.to(dtype)
         if recomputed:
-            hf.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(hf)
         return PolicyModel(hf, packed=packed)
 
     return build_fsdp(ActorConfig(fsdp_config={"dtype": "float32"}), ModelConfig(**options), load, device=CPU)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from tiny_sizes import SIZES
 from valor.engines.microbatch import plan_micro_batches
 from valor.models.attention import Segments
+from valor.models.internals import checkpoint_layers
 from valor.models.packing import IMPLEMENTATION
 from valor.models.policy import PolicyModel
 from valor.models.rows import compact_rows
@@ -48,7 +49,7 @@ def test_a_policy_reads_packed_rows_as_padded_ones(config, checkpointing):
     for packed in (False, True):
         model = PolicyModel(causal_lm(config), packed=packed)
         if checkpointing:
-            model.hf.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model.hf)
             model.train()
         assert model.packed is packed
         found[packed] = numbers(model, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)

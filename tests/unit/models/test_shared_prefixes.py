@@ -17,6 +17,7 @@ from transformers import (
 
 from tiny_sizes import SIZES
 from valor.engines.microbatch import RowOrder, plan_micro_batches
+from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 from valor.models.rows import Sharing, compact_rows, in_families, model_inputs
 from valor.models.value import ValueModel
@@ -94,7 +95,7 @@ def test_a_policy_gives_the_same_numbers(config, checkpointing):
     for shared in (False, True):
         model = policy(config, shared=shared)
         if checkpointing:
-            model.hf.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model.hf)
             model.train()
         assert model.shared is shared
         found[shared] = numbers(model)

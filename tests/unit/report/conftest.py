@@ -5,12 +5,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from chromium import Page, browser
 
 
 @pytest.fixture(scope="module")
-def browse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., AbstractContextManager[Page]]]:
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., AbstractContextManager[Any]]]:
     """`with browse(width=390, phone=True) as page`: its window, with such a screen (see Page.become)."""
+    from chromium import Page, browser
+
     with browser(tmp_path_factory.mktemp("profile")) as page:
 
         @contextmanager

@@ -11,6 +11,7 @@ import pytest
 from jinja2.utils import htmlsafe_json_dumps
 from synthetic_run import HOSTILE, make_run
 
+from valor.report import skeleton
 from valor.report.page import build_report
 from valor.tracking.generations import Sample, write_samples
 
@@ -178,3 +179,15 @@ def test_flattened_settings_read_as_typed(tmp_path):
 def test_building_a_report_does_not_import_torch():
     check = "import valor.report.page, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+def test_without_plotly_the_page_has_its_tables_and_a_line_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    skeleton._packed_plotly.cache_clear()
+    try:
+        make_run(tmp_path)
+        text = build_report(tmp_path).read_text()
+        build_report(tmp_path)
+    finally:
+        skeleton._packed_plotly.cache_clear()
+    assert "<table" in text and caplog.text.count("pip install plotly") == 1

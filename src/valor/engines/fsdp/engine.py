@@ -30,7 +30,7 @@ from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
 from valor.models import attention
-from valor.models.internals import drop_unreduced_gradients
+from valor.models.internals import drop_unreduced_gradients, forget_broken_pass
 from valor.models.linear import bfloat16_is_slow, compute_in_float32
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
@@ -137,7 +137,7 @@ class FSDPEngine(TrainingEngine):
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         todo = self._micro_batches("train", batch, max_tokens, max_rows, share=self._sequence_parallel)
-        metrics: list[dict[str, float]] = []
+        metrics: list[Mapping[str, Any]] = []  # on the device, where passes are still under way
         while todo:
             self._sync_gradients(last=todo.last)
             values = self._attempt(partial(self._train_on, batch, todo.present, options, loss_fn))
@@ -146,11 +146,11 @@ class FSDPEngine(TrainingEngine):
                 metrics.clear()
                 todo.restart()
                 continue
-            metrics.append(self._numbers(values))
+            metrics.append(values)
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
-        return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
+        return reduce_metrics([*self._numbers(metrics), *(budget.take_metrics() for budget in self._budgets.values())])
 
     def _gradients(self) -> tuple[float, list[Tensor]]:
         grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
@@ -221,8 +221,6 @@ class FSDPEngine(TrainingEngine):
                 for name, value in state.items():
                     if isinstance(value, Tensor):
                         state[name] = value.to(device)
-        if device.type == "cpu":
-            torch.cuda.empty_cache()
 
     def _attempt(self, function: Callable[[], _Result]) -> _Result | None:
         """What `function`, a pass of the module, returns; None where memory did not suffice. TrainingStopped with
@@ -237,7 +235,7 @@ class FSDPEngine(TrainingEngine):
                     f"out of memory in one of {dist.get_world_size()} processes, which cannot repeat a pass: lower "
                     "ppo_max_token_len_per_gpu, or set model.enable_gradient_checkpointing=true"
                 ) from error
-        self._parts[0].reset_iter_state()
+        forget_broken_pass(self._parts[0])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # only now are the pass's tensors free: the exception had held on to them
         return None

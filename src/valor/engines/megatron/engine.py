@@ -128,7 +128,7 @@ class MegatronEngine(TrainingEngine):
 
         with deterministic_backward():
             metrics = self._run(batch, groups, options, finish, forward_only=False)
-        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in metrics]))
+        return self._from_last_stage(reduce_metrics(self._numbers(metrics)))
 
     def _plan(self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit) -> list[list[int]]:
         """The rows of each micro-batch; empty ones where other ranks have more."""
@@ -270,7 +270,6 @@ class MegatronEngine(TrainingEngine):
             self._weight_memory.leave(parameters)
         if self.optimizer is not None and self._megatron.optimizer_offload:
             self._stage.offload_grad_buffers()
-        torch.cuda.empty_cache()
 
     def onload(self, *, optimizer: bool = True) -> None:
         self._weight_memory.come_back()

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import causal_mask_function
 
 from valor.models.linear import computing_dtype, is_replaced
-from valor.models.lora import merged_weight
+from valor.models.lora import low_rank, merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import MIN_GROWTH, SIMD_WIDTH, PromptCache, SlotCache
 
@@ -32,16 +32,24 @@ _TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as w
 
 
 class Product:
-    """x Wᵀ + b of a linear layer, or of several with the same input, concatenated."""
+    """x Wᵀ + b of a linear layer, or of several with the same input, concatenated.
 
-    def __init__(self, *layers: nn.Module) -> None:
-        pairs = [_weight_and_bias(layer) for layer in layers]
-        weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
-        if len(biases) not in (0, len(pairs)):
+    Adapters are summed into a float32 copy of W, and multiplied beside a W of less precision, which would round them.
+    """
+
+    def __init__(self, *layers: Any) -> None:
+        linear = [getattr(layer, "base_layer", layer) for layer in layers]
+        if any(type(one) is not nn.Linear for one in linear):
+            raise TypeError("not a plain linear layer")
+        biases = [one.bias for one in linear if one.bias is not None]
+        if len(biases) not in (0, len(linear)):
             raise TypeError("some have a bias and others have none")
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.dtype = computing_dtype(weight)
-        weight = weight.to(self.dtype)
+        self.dtype = dtype = computing_dtype(linear[0].weight)
+        in_float32 = dtype is torch.float32
+        merges = [in_float32 and hasattr(layer, "base_layer") for layer in layers]
+        weights = [merged_weight(x) if merges_x else x.weight for x, merges_x in zip(layers, merges, strict=True)]
+        weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(dtype)
+        self._beside = None if in_float32 or linear == [*layers] else _beside(layers, dtype)
         self._bias = torch.cat([bias.to(self.dtype) for bias in biases]) if biases else None
         gains = weight.numel() >= _LEAST_PACKED or self.dtype is torch.bfloat16
         self._packed = _can_pack(weight) and gains
@@ -51,24 +59,21 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        else:
+            y = F.linear(x, self._weight, self._bias)
+        return y if self._beside is None else y.addmm_(x @ self._beside[0], self._beside[1])
 
     def plain(self) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] and the bias."""
         return self._weight.to_dense() if self._packed else self._weight, self._bias
 
 
-def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """With an adapter merged in float32 on CPUs, where packing copies anyway; bfloat16 would round it."""
-    linear = getattr(layer, "base_layer", layer)
-    if type(linear) is not nn.Linear:
-        raise TypeError("not a plain linear layer")
-    if linear is layer:
-        return linear.weight, linear.bias
-    if linear.weight.dtype is not torch.float32 or not _can_pack(linear.weight):
-        raise TypeError("an adapter that stays beside its layer")
-    return merged_weight(layer), linear.bias
+def _beside(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[in, R] and [R, out]: the adapters of layers with the same input, whose ranks sum to R, as two products."""
+    pairs = [low_rank(layer) for layer in layers]
+    up = torch.block_diag(*(b for _, b in pairs))
+    return torch.cat([a for a, _ in pairs]).t().to(dtype), up.t().to(dtype)
 
 
 def _can_pack(weight: Tensor) -> bool:

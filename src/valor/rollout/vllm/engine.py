@@ -125,6 +125,8 @@ class VLLMEngine(RolloutEngine):
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
+            if len(self._asleep) > 1:  # once a step: vLLM's memory comes from the driver, not from torch's reserve
+                torch.cuda.empty_cache()
             self._llm.wake_up([part])
             self._asleep.remove(part)
 

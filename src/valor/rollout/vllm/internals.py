@@ -13,6 +13,8 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+if "PYTORCH_ALLOC_CONF" in os.environ:  # of which vLLM reads the older spelling, to switch segments off round its pool
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
 
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -114,6 +114,7 @@ def _plan(config: PPOConfig) -> str:
 
 def _build(context: BuildContext) -> RolloutEngine:
     if context.device.type == "cuda":
+        torch.cuda.empty_cache()
         check_free_memory(context.config, context.device)
     from valor.rollout.vllm.engine import VLLMEngine  # 10 seconds
 
