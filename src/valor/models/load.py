@@ -86,7 +86,7 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     be equal. The critic never sees text: merges and templates do not matter.
     """
     critic, model = config.critic, config.critic.model
-    if not critic.enable:
+    if not config.has_value_model:
         return
     config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None

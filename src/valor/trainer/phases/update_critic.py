@@ -35,10 +35,14 @@ class UpdateCritic(Phase):
     def wanted(cls, config: PPOConfig) -> bool:
         return config.critic.enable
 
+    def plan(self) -> str:
+        return "the regression, refitted for the next step" if self.config.has_probe else super().plan()
+
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         critic, n = config.critic, config.actor_rollout_ref.rollout.n
-        yield from value_loss_mistakes(config)
+        if config.has_value_model:
+            yield from value_loss_mistakes(config)
         if critic.ensemble_shards and critic.ensemble_size > n:
             yield (
                 f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size} parts the samples of a "
