@@ -172,6 +172,8 @@ class CriticConfig(
     kind: Literal["model", "probe"] = "model"
     """A value model that is trained, or a probe: least squares on the policy's hidden states, in closed form."""
     probe: ProbeConfig = section(ProbeConfig, ".kind=probe")
+    target: Literal["absolute", "residual"] = "absolute"
+    """What it learns: returns, or what the mean outcome of the prompt's other samples leaves of them."""
     freeze: bool = False
     """Use the critic as it was loaded: no gradients, no optimizer."""
     freeze_steps: StepRanges = key([], ".freeze=false")
