@@ -11,7 +11,7 @@ from torch import Tensor
 RIDGES: tuple[float, ...] = tuple(10.0**k for k in range(-6, 3))
 _CONSTANT = 1e-10  # share of a feature's mean square below which its variance is rounding
 _MEMORY_OF_ERRORS = 0.8  # weight of the errors of earlier steps in the choice of the ridge
-_FIRST = RIDGES.index(1e-1)  # the choice before any prediction has been judged
+_FIRST = len(RIDGES) - 1  # the choice before any prediction has been judged: the most careful one
 
 
 def moments(features: Tensor, targets: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class ProbeConfig(Section):
 
     states: Literal["reference", "policy"] = "reference"
     """Whose hidden states: the starting policy's, which never change, or the present one's, which need no memory."""
-    features: Annotated[int, Field(ge=8)] = 512
+    features: Annotated[int, Field(ge=8)] = 256
     """Numbers of a hidden state that are read, all layers together; of more, random sums are."""
     forgetting: PositiveShare = 0.9
     """Weight of all that was seen before a step, in the next one; 1 forgets nothing."""

@@ -63,6 +63,8 @@ class PPOConfig(Section):
         if get_at(tree, "critic.enable") is None:
             estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT[0]
             set_at(tree, "critic.enable", not cls.trains_policy or estimator in CRITIC_BY_DEFAULT)
+        if get_at(tree, "critic.kind") == "probe":
+            set_at(tree, "algorithm.lam_critic", 1.0)
         if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
             set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
         if get_at(tree, MAX_LENGTH) is None:

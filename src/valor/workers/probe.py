@@ -1,6 +1,8 @@
 """The critic in closed form: a ridge regression of returns on the policy's hidden states."""
 
 from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from valor import algorithms
 from valor.algorithms.ridge import Evidence, OnlineRidge
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.engines.distributed import max_over_ranks
 from valor.errors import UserError
 from valor.models.rows import ROW_FIELDS
 from valor.models.states import StateProjection, state_features
@@ -114,8 +117,7 @@ class ProbeCritic:
     def _features(self, rows: Batch) -> Iterator[tuple[slice, Tensor]]:
         """Parts of the rows with their features [b, T, D]; as many on each rank, the last ones may be empty."""
         each = max(1, _TOKENS // max(1, rows["responses"].shape[1]))
-        counts = self._gathered(torch.tensor([-(-len(rows) // each)]))
-        for number in range(max(1, *(int(count) for count in counts))):
+        for number in range(max_over_ranks(-(-len(rows) // each))):
             part = slice(number * each, (number + 1) * each)
             some = rows.take(range(*part.indices(len(rows))))
             states = self._states_of.states(some, self._projection).to(self._device)
@@ -129,20 +131,16 @@ class ProbeCritic:
         """The sum over the shares of a batch, in their order."""
         if dist.get_world_size() == 1:
             return seen
-        ranks = [int(x) for x in self._gathered(torch.tensor([self.data_parallel_rank]))]
-        first = [ranks.index(share) for share in range(max(ranks) + 1)]
-        small = [torch.stack(self._gathered(x))[first] for x in (seen.errors, seen.low, seen.high)]
-        blocks = []
-        for block in seen.moments.split(_BLOCK):
-            parts = self._gathered(block.contiguous())
-            total = parts[first[0]]
-            for rank in first[1:]:
-                total = total + parts[rank]
-            blocks.append(total)
-        errors = small[0][0]
-        for of_rank in small[0][1:]:
-            errors = errors + of_rank
-        return Evidence(torch.cat(blocks), errors, small[1].amin(0), small[2].amax(0))
+        ranks = [int(share) for share in self._gathered(torch.tensor([self.data_parallel_rank]))]
+        first = [ranks.index(share) for share in range(max(ranks) + 1)]  # several ranks may have one share
+
+        def shares(x: Tensor) -> list[Tensor]:
+            parts = self._gathered(x.contiguous())
+            return [parts[rank] for rank in first]
+
+        low, high = torch.stack(shares(seen.low)).amin(0), torch.stack(shares(seen.high)).amax(0)
+        moments = torch.cat([reduce(add, shares(block)) for block in seen.moments.split(_BLOCK)])
+        return Evidence(moments, reduce(add, shares(seen.errors)), low, high)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """A tensor of every rank, in their order; collective."""
