@@ -4,8 +4,8 @@
     python benchmarks/closed_form_critic.py [--seeds 8] [--parallel 2] [--out runs/closed_form] [--noise 0 0.5]
 
 Writes results/closed_form_critic.md from the runs that have ended; starting it again goes on where it stopped. A policy
-is scored exactly, by all walks from all rooms. Both arms take their settings unchanged from earlier studies: the learning
-rate of GRPO's best runs, and lambda 0.9 for the critic. There is no warm-up.
+is scored exactly, by all walks from all rooms. Both arms have settings of earlier studies: GRPO's best learning rate,
+and lambda 0.9 for the critic. There is no warm-up.
 """
 
 import argparse
