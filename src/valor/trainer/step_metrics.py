@@ -67,21 +67,21 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
-    """Variance of the return that follows a policy token minus its value, and minus the mean outcome of the prompt's
-    other samples (of all other samples where it has none): does this critic help as a baseline, on this batch?
+    """Variance of the return that follows a policy token minus its value, and minus the mean return of the prompt's
+    other samples (of all others where it has none): does this critic help as a baseline, on this batch?
 
     Of Monte-Carlo returns, by the critic as it was before this batch, and without whitening: lambda below 1 makes the
-    variance small with any values.
+    variance small with any values. Where values have a target.
     """
     mask, rewards = batch["response_mask"], batch["token_level_rewards"]
     none = torch.zeros_like(rewards)
     returns = compute_advantages(
         "gae", rewards=rewards, response_mask=mask, values=none, gamma=gamma, whitening="none"
     )[1].double()
-    outcomes = rewards.double().sum(-1)
+    outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
     prompts, everyone = (Groups(ids, len(mask), mask.device) for ids in (batch.objects["uid"], [0] * len(mask)))
     others = torch.where(prompts.singleton, everyone.mean_of_others(outcomes), prompts.mean_of_others(outcomes))
-    where = mask != 0
+    where = batch.tensors.get("value_mask", mask) != 0
     variances = [(returns - base)[where].var(correction=0) for base in (batch["values"].double(), others[:, None])]
     names = ("critic/baseline_variance/critic", "critic/baseline_variance/group_mean")
     return {name: float(x) for name, x in zip(names, variances, strict=True)} if len(mask) > 1 and where.any() else {}
