@@ -1,6 +1,7 @@
 """The best critic there is, on walks: V of the present policy, exact, in place of a critic's values.
 
-    valor demo --task walk algorithm.phases_path=examples/phases/exact_values.py critic.kind=probe algorithm.lam=0
+    valor demo --task walk algorithm.phases_path=examples/phases/exact_values.py critic.kind=probe \
+        trainer.critic_warmup=0 algorithm.lam=0
 
 An upper bound for any critic at this lambda. Before each step the policy's chances of all walks from the step's rooms
 are computed, and values from their ends backwards. What is no walk has value 0 from its first wrong token on.

@@ -200,21 +200,19 @@ def critic_does_not_learn(run: Diagnosis) -> Verdict | None:
 
 
 def critic_harms(run: Diagnosis) -> Verdict | None:
-    part = "critic/baseline_variance"
-    pairs = [*zip(run.all(f"{part}/critic"), run.all(f"{part}/group_mean"), strict=False)]
+    pairs = [*zip(*(run.all(f"critic/baseline_variance/{name}") for name in ("critic", "group_mean")), strict=False)]
     ratios = [with_critic / without for with_critic, without in pairs[-2 * WINDOW :] if without > 0]
     if len(pairs) < 20 or len(ratios) < 2 * WINDOW or median(ratios) < 1.2 or run.solved > 0.9:
         return None
-    within, between = (run.last(f"critic/vf_explained_var_{where}") for where in ("within", "between"))
-    split = (
-        "" if within is None or between is None else f" (explained variance {within:.2g} within prompts, {between:.2g} "
-    )
-    split += "between them)" * bool(split)
+    within, between = (run.last(f"critic/vf_explained_var_{part}") for part in ("within", "between"))
+    several = within is not None and between is not None  # samples of a prompt
+    others = "a prompt's" if several else "the batch's"
+    split = f" (explained variance {within:.2g} within prompts, {between:.2g} between them)" if several else ""
     return (
-        f"the critic makes advantages noisier: {median(ratios):.2g} times the variance that the mean of a prompt's "
-        f"other samples leaves{split}",
-        "let it learn what that mean leaves (critic.target=residual), take critic.kind=probe, or "
-        "algorithm.adv_estimator=rloo",
+        f"the critic makes advantages noisier: {median(ratios):.2g} times the variance that the mean of {others} other "
+        f"samples leaves{split}",
+        "let it learn what that mean leaves (critic.target=residual, rollout.n of 2 or more), take critic.kind=probe, "
+        "or an estimator without a critic",
     )
 
 

@@ -74,7 +74,8 @@ def test_a_critic_that_leaves_more_variance_than_the_group_does_is_named(ratio, 
     for step in range(1, 25):
         harm = {"critic/baseline_variance/critic": 0.2 * ratio, "critic/baseline_variance/group_mean": 0.2}
         split = {"critic/vf_explained_var_within": -0.3, "critic/vf_explained_var_between": 0.9}
-        found.add(step, {"training/global_step": step, **harm, **split})
+        scores = {"critic/score/mean": 0.5, "critic/score/min": 0.0, "critic/score/max": 1.0}
+        found.add(step, {"training/global_step": step, **scores, **harm, **split})
         assert ("critic_harms" in found.findings) is (speaks and step >= 20), step
     if speaks:
         finding = found.findings["critic_harms"]
