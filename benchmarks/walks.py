@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from valor.cli import main as valor
+from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.lab import demo, walk
 from valor.lab.statistics import bootstrap_interval, detectable_effect
 from valor.lab.sweep_plan import SweepConfig, plan_sweep, texts
@@ -164,7 +165,8 @@ def _run(words: list[str], folder: Path, where: Walk, keep: bool = False) -> Non
 
 
 def _judged(where: Walk, checkpoint: Path) -> dict[str, float]:
-    roles = sorted(path.name for path in checkpoint.iterdir() if path.name.startswith(("actor", "critic")))
+    models = (path.parent.name for path in checkpoint.glob(f"*/{MODEL_CONFIG_DIR}"))  # a regression is none
+    roles = sorted(role for role in models if role.startswith(("actor", "critic")))
     with tempfile.TemporaryDirectory() as folder:
         for role in roles:
             export_checkpoint(checkpoint, Path(folder) / role, role)

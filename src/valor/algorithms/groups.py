@@ -55,6 +55,10 @@ class Groups:
         """[B] mean of the sample's group."""
         return self.spread(self.total(x)) / self.sizes
 
+    def mean_of_others(self, x: Tensor) -> Tensor:
+        """[B] mean of the group's other samples; NaN for a group of one."""
+        return (self.spread(self.total(x)) - x.double()) / (self.sizes - 1)
+
     def std(self, x: Tensor) -> Tensor:
         """[B] standard deviation of the sample's group, with Bessel's correction; 0 for a group of one."""
         squares = self.total((x.double() - self.mean(x)).square())

@@ -153,7 +153,7 @@ def _check_answered(rows: Iterable[PromptRow]) -> None:
 def check_positions(config: PPOConfig) -> Any:
     """The policy's text config. UserError: it, or the critic, has too few positions for prompt and response."""
     data, models = config.data, [config.actor_rollout_ref.model]
-    models += [config.critic.model] if config.critic.enable else []
+    models += [config.critic.model] if config.has_value_model else []
     text_configs = [load_model_config(model).get_text_config() for model in models]
     lengths = {"data.max_prompt_length + data.max_response_length": data.max_prompt_length + data.max_response_length}
     if config.plays_episodes or any(map(rope_limit, text_configs)):  # rows, or an engine's tables, may be that long

@@ -5,7 +5,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Share, StepRanges, Strategy, follows, inherits, key, section, step_range
+from valor.config.base import (
+    PathStr,
+    PositiveShare,
+    Section,
+    Share,
+    StepRanges,
+    Strategy,
+    follows,
+    inherits,
+    key,
+    section,
+    step_range,
+)
 from valor.config.engine import (
     CheckpointConfig,
     CriticCheckpointConfig,
@@ -128,14 +140,32 @@ class RefConfig(Section):
         return None if self.log_prob_use_dynamic_bsz else self.log_prob_micro_batch_size_per_gpu
 
 
+class ProbeConfig(Section):
+    """A critic without a model: ridge regression of returns on hidden states of all layers, refitted every step."""
+
+    states: Literal["reference", "policy"] = "reference"
+    """Whose hidden states: the starting policy's, which never change, or the present one's, which need no memory."""
+    features: Annotated[int, Field(ge=8)] = 256
+    """Numbers of a hidden state that are read, all layers together; of more, random sums are."""
+    forgetting: PositiveShare = 0.9
+    """Weight of all that was seen before a step, in the next one; 1 forgets nothing."""
+    path: PathStr | None = None
+    """Folder of such a critic to begin with, as a run leaves it in huggingface/critic."""
+
+
+_A_MODEL = {".kind=model": ""}
+_TRAINED = {".kind=model": "", ".freeze=false": ""}
+
+
 class CriticConfig(
     UpdateConfig,
-    strategy=inherits("actor_rollout_ref.actor.strategy"),
-    ppo_mini_batch_size=inherits("actor_rollout_ref.actor.ppo_mini_batch_size", ".freeze=false"),
+    strategy=inherits("actor_rollout_ref.actor.strategy", _A_MODEL),
+    ppo_mini_batch_size=inherits("actor_rollout_ref.actor.ppo_mini_batch_size", _TRAINED),
+    ppo_micro_batch_size_per_gpu=key(None, _A_MODEL),
     use_dynamic_bsz=follows("actor_rollout_ref.actor.use_dynamic_bsz"),
-    ppo_max_token_len_per_gpu=32768,
-    ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", ".freeze=false"),
-    shuffle=inherits("actor_rollout_ref.actor.shuffle"),
+    ppo_max_token_len_per_gpu=key(32768, _A_MODEL),
+    ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", _TRAINED),
+    shuffle=inherits("actor_rollout_ref.actor.shuffle", _A_MODEL),
     loss_agg_mode=follows("actor_rollout_ref.actor.loss_agg_mode"),
     loss_scale_factor=follows("actor_rollout_ref.actor.loss_scale_factor"),
 ):
@@ -143,6 +173,11 @@ class CriticConfig(
 
     enable: bool = key(True, derived="true with gae")
     """Train a critic; null leaves it to algorithm.adv_estimator."""
+    kind: Literal["model", "probe"] = "model"
+    """A value model that is trained, or a probe: least squares on the policy's hidden states, in closed form."""
+    probe: ProbeConfig = section(ProbeConfig, ".kind=probe")
+    target: Literal["absolute", "residual"] = "absolute"
+    """What it learns: returns, or what the mean outcome of the prompt's other samples leaves of them."""
     freeze: bool = False
     """Use the critic as it was loaded: no gradients, no optimizer."""
     freeze_steps: StepRanges = key([], ".freeze=false")
@@ -153,24 +188,28 @@ class CriticConfig(
     """Value of an ensemble: the mean of its critics', or the smallest."""
     ensemble_shards: bool = key(False, {".ensemble_size!=1": "", ".freeze=false": ""})
     """Each critic learns from its own samples of every prompt, 1 / ensemble_size of them."""
-    model: CriticModelConfig = section(CriticModelConfig)
-    value_loss: str = key("mse", ".freeze=false")
+    model: CriticModelConfig = section(CriticModelConfig, _A_MODEL)
+    value_loss: str = key("mse", _TRAINED)
     """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values), quantile."""
-    value_loss_kwargs: dict[str, Any] = key({}, ".freeze=false")
+    value_loss_kwargs: dict[str, Any] = key({}, _TRAINED)
     """Its options: huber_delta; num_bins (51), value_min, value_max, sigma_bins; num_quantiles (32), huber_kappa."""
-    value_levels: tuple[Share, Share] = (0.0, 1.0)
+    value_levels: tuple[Share, Share] = key((0.0, 1.0), _A_MODEL)
     """hl_gauss, quantile: the levels of returns whose mean is the value; [0, 0.25] is CVaR, [0.1, 0.9] trims tails."""
-    cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
+    cliprange_value: PositiveFloat | None = key(0.5, _TRAINED)
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
-    unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
+    unclipped_steps: StepRanges = key([], {**_TRAINED, ".cliprange_value": ""})
     """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
-    optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
-    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
-    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig)
-    megatron: CriticMegatronConfig = section(CriticMegatronConfig, ".strategy=megatron")
+    optim: FastOptimConfig = section(FastOptimConfig, _TRAINED)
+    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, _A_MODEL)
+    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig, _A_MODEL)
+    megatron: CriticMegatronConfig = section(CriticMegatronConfig, {".strategy=megatron": "", **_A_MODEL})
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
+        if self.kind == "probe" and self.ensemble_size > 1:
+            yield f"{at}kind=probe is one regression: leave {at}ensemble_size at 1"
+        if self.kind == "probe" and self.freeze and self.probe.path is None:
+            yield f"{at}freeze=true with {at}kind=probe uses a fitted one: set {at}probe.path"
         if self.value_levels[0] >= self.value_levels[1]:
             yield f"{at}value_levels must be [low, high] with low below high"
         same = self.model.value_head_init == "zero" and not self.ensemble_shards

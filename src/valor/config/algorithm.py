@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
     """GAE's lambda."""
     lam_actor: Share = inherits(".lam", _OF_REWARDS)
     """Lambda of the advantages."""
-    lam_critic: Share = inherits(".lam", _OF_REWARDS)
+    lam_critic: Share = inherits(".lam", {**_OF_REWARDS, "critic.kind=model": "a probe learns outcomes: lambda 1"})
     """Lambda of the critic's targets."""
     adaptive_lam_alpha: PositiveFloat | None = key(None, _OF_REWARDS)
     """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""

@@ -62,6 +62,10 @@ class CriticRunConfig(PPOConfig):
         yield from self._cluster()
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
+        if self.critic.kind == "probe":
+            yield "critic.kind=probe is fitted in a run of valor ppo, and is no model: leave it at model"
+        if self.critic.target == "residual":
+            yield "critic.target=residual predicts no outcomes, by which critics are judged here: leave it at absolute"
         if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
             gives = self.reward.reward_model.gives
             yield f"reward.reward_model.gives={gives} is for advantages, and returns here are outcomes: use outcome"

@@ -28,7 +28,7 @@ class ActorRolloutRefConfig(Section):
 
     model: ModelConfig = section(ModelConfig)
     actor: ActorConfig = section(ActorConfig)
-    ref: RefConfig = section(RefConfig, {"needs_reference": "no KL term is on"})
+    ref: RefConfig = section(RefConfig, {"needs_reference": "nothing reads it: no KL term is on, and no probe"})
     rollout: RolloutConfig = section(RolloutConfig)
 
 
@@ -63,6 +63,8 @@ class PPOConfig(Section):
         if get_at(tree, "critic.enable") is None:
             estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT[0]
             set_at(tree, "critic.enable", not cls.trains_policy or estimator in CRITIC_BY_DEFAULT)
+        if get_at(tree, "critic.kind") == "probe":
+            set_at(tree, "algorithm.lam_critic", 1.0)
         if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
             set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
         if get_at(tree, MAX_LENGTH) is None:
@@ -156,7 +158,7 @@ class PPOConfig(Section):
         prompts, sizes = self.data.train_batch_size, dict[int, str]()
         if self.trains_policy:
             sizes[self.actor_rollout_ref.actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"
-        if self.trains_critic:
+        if self.trains_critic and self.has_value_model:
             sizes.setdefault(self.critic.ppo_mini_batch_size, "critic")
         for size, role in sizes.items():
             if size > prompts:
@@ -196,13 +198,25 @@ class PPOConfig(Section):
         return 1 if updates is None else max(1, updates // self.updates_per_step(self.actor_rollout_ref.actor))
 
     def updates_per_step(self, role: UpdateConfig) -> int:
-        """Optimizer steps of a role, `actor_rollout_ref.actor` or `critic`, on each training batch."""
+        """Updates of a role, `actor_rollout_ref.actor` or `critic`, on each training batch."""
+        if role is self.critic and self.has_probe:
+            return 1
         return -(-self.data.train_batch_size // role.ppo_mini_batch_size) * role.ppo_epochs
 
     @property
     def trains_critic(self) -> bool:
         """Whether the critic is updated."""
         return self.critic.enable and not self.critic.freeze
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether the critic is a regression on hidden states, and no model."""
+        return self.critic.enable and self.critic.kind == "probe"
+
+    @property
+    def has_value_model(self) -> bool:
+        """Whether the critic is a model."""
+        return self.critic.enable and self.critic.kind == "model"
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
@@ -242,7 +256,8 @@ class PPOConfig(Section):
     @property
     def learns_quantiles(self) -> bool:
         """Whether the critic's targets are distributions: at lambda 1 they are the returns themselves."""
-        return self.trains_critic and self.critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
+        distribution = self.critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
+        return distribution and self.has_value_model and self.trains_critic
 
     @property
     def policy_loss(self) -> str:
@@ -261,8 +276,8 @@ class PPOConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for the reference model."""
-        return bool(self.kl_kinds)
+        """Whether a KL term, or a critic that reads its hidden states, asks for the reference model."""
+        return bool(self.kl_kinds) or (self.has_probe and self.critic.probe.states == "reference")
 
     @property
     def needs_ref_log_probs(self) -> bool:

@@ -135,6 +135,8 @@ def _run(command: str, overrides: Sequence[str]) -> int:
 
 def _loaded(folder: Path, role: str, question: str) -> str:
     """Load the exported model as anybody would, and say in a few words what it does."""
+    if not (folder / "config.json").exists():
+        return "(a regression on the policy's hidden states)"
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 

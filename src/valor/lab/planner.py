@@ -123,7 +123,7 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
         uses["ref"] = uses["actor"]
         if config.ref_has_weights:
             resident["ref"] = _resident(shape, policy.ref.fsdp_config, machine, False)
-    if critic.enable and "critic" not in elsewhere:
+    if config.has_value_model and "critic" not in elsewhere:
         values = shape_of(critic.model, value_head=True)
         uses["critic"] = _Use(config, values, critic.model, critic, machine)
         size = _resident(values, critic.fsdp_config, machine, not critic.freeze)
@@ -250,7 +250,7 @@ def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
 
 def _remedies(config: PPOConfig, machine: Machine) -> Iterator[str]:
     policy, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
-    roles = {"actor_rollout_ref.actor": policy.actor} | ({"critic": config.critic} if config.critic.enable else {})
+    roles = {"actor_rollout_ref.actor": policy.actor} | ({"critic": config.critic} if config.has_value_model else {})
     for name in roles:
         yield f"{name.removesuffix('.actor')}.model.enable_gradient_checkpointing=true"
     for name, role in roles.items():

@@ -87,12 +87,19 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     be equal. The critic never sees text: merges and templates do not matter.
     """
     critic, model = config.critic, config.critic.model
-    if not critic.enable:
+    if not config.has_value_model:
         return
     config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
+    described = _where_head_is(model, config_of_critic)[1]
+    predicts = getattr(described, "value_target", "absolute")
+    if _has_head(described) and predicts != critic.target:
+        raise UserError(
+            f"the critic '{model.path}' predicts {predicts} values, and this command reads {critic.target} ones: set "
+            f"critic.target={predicts}, or take another critic"
+        )
     apart = critic.ensemble_shards or critic.shuffle or new_adapters
-    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, config_of_critic)[1]):
+    if critic.ensemble_size > 1 and not apart and _has_head(described):
         raise UserError(
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
             "head: set critic.ensemble_shards=true"
@@ -131,16 +138,20 @@ def load_value_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
     levels: tuple[float, float] = ALL_LEVELS,
+    target: str = "absolute",
 ) -> ValueModel:
     """A token-classification model from the checkpoint at `model.path`, dropout off.
 
     A published critic keeps its head, which must be the `head` asked for, if any (UserError). A causal language model
     gets a new one: all zeros, or normal with the config's initializer_range (drawn from `seed`) for
-    `value_head_init=normal`. `levels` as in ValueModel. The head stays float32 in every dtype.
+    `value_head_init=normal`. `levels` as in ValueModel. `target`: what it predicts, which an exported critic's config
+    says. The head stays float32 in every dtype.
     """
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
     _agreed_head(path, described, head).write(config)
+    if target != "absolute":
+        config.value_target = target
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder and (head is None or head.output != "label"):
         raise UserError(

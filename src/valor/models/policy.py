@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from valor.models.rows import CompactRows, RowReader
+from valor.models.states import StateProjection
 from valor.models.token_log_probs import (
     HeadProduct,
     LogitMap,
@@ -43,6 +44,7 @@ class PolicyModel(RowReader):
         with_hits: bool = False,
         reference: Reference | None = None,
         as_reference: bool = False,
+        projection: StateProjection | None = None,
     ) -> Any:
         """Float32 `log_probs` [b, T] of the responses under π = softmax(logits / temperature); if asked, π's `entropy`,
         `sum_pi_squared` (Σ_v π(v)², without gradient), `hits` (1 where the token is the likeliest one), and `full_kl`,
@@ -50,9 +52,13 @@ class PolicyModel(RowReader):
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
-        returns, of rows as that policy reads them: its ranks may divide them in another way.
+        returns, of rows as that policy reads them: its ranks may divide them in another way. projection: instead,
+        `states` [b, T, K], the projected hidden states before each response token.
         """
         compact = rows if isinstance(rows, CompactRows) else self.compact(rows)
+        if projection is not None:
+            layers = compact.read_by(self.hf.base_model, output_hidden_states=True).hidden_states
+            return {"states": compact.scatter(projection([compact.gather(layer) for layer in layers]))}
         if as_reference:
             assert self.packed or compact.segments is None, "a reference that packs rows where its policy does"
             return self._product(compact)

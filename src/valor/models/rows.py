@@ -67,11 +67,11 @@ class CompactRows:
         segments = None if self.segments is None else self.segments.to(device)
         return replace(self, **moved, segments=segments)
 
-    def read_by(self, model: Any) -> Any:
+    def read_by(self, model: Any, **options: Any) -> Any:
         """The output of a transformers model (or its base) on these rows."""
         packed = {} if self.segments is None else {"position_ids": self.position_ids, "segments": self.segments}
         with packing(self.segments):
-            return model(input_ids=self.input_ids, use_cache=False, **packed)
+            return model(input_ids=self.input_ids, use_cache=False, **packed, **options)
 
     def gather(self, states: Tensor) -> Tensor:
         """The states [b, L, H] at the predicting positions, [N, H]."""

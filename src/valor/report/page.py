@@ -84,7 +84,9 @@ def _facts(run: RunData) -> Iterator[str]:
         yield str(estimator)
     if actor := get_at(run.config, "actor_rollout_ref.model.path"):
         yield f"actor {model_name(str(actor))}"
-    if (critic := get_at(run.config, "critic.model.path")) and "critic/vf_loss" in run.metrics:
+    if get_at(run.config, "critic.kind") == "probe" and "critic/vf_loss" in run.metrics:
+        yield "critic in closed form"
+    elif (critic := get_at(run.config, "critic.model.path")) and "critic/vf_loss" in run.metrics:
         yield f"critic {model_name(str(critic))}"
     yield f"{max(series.steps[-1] for series in run.metrics.values())} steps"
     if step_seconds := run.metrics.get("timing_s/step"):

@@ -75,6 +75,8 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
         if value is None:
             continue
         text = f"{label} {value:{form}}" if math.isfinite(value) else f"{label} {value}"
+        if label == "ev" and (within := metrics.get("critic/vf_explained_var_within")) is not None:
+            text += f" ({within:.2f} within prompts)"
         if label == "len" and (cut := metrics.get("response_length/clip_ratio", 0)) > 0:
             text += f" ({cut:.0%} cut)"
         parts.append(text)

@@ -189,10 +189,30 @@ def critic_does_not_learn(run: Diagnosis) -> Verdict | None:
             f"are cut to {run.key('critic.optim.clip_grad')}",
             "bring rewards to a scale of 1, or set critic.cliprange_value=null and raise critic.optim.clip_grad",
         )
+    seen += f"value loss {run.last('critic/vf_loss'):.3g}, was {run.first('critic/vf_loss'):.3g}"
+    if run.settings.get("critic.kind") == "probe":
+        return seen, f"draw more samples a step ({run.key('data.train_batch_size')}), or take critic.kind=model"
     return (
-        f"{seen}value loss {run.last('critic/vf_loss'):.3g}, was {run.first('critic/vf_loss'):.3g}",
+        seen,
         f"{'lower' if misleads else 'raise'} {run.key('critic.optim.lr')}, give it more updates "
         f"({run.key('critic.ppo_epochs')}) and a start ({run.key('trainer.critic_warmup')})",
+    )
+
+
+def critic_harms(run: Diagnosis) -> Verdict | None:
+    pairs = [*zip(*(run.all(f"critic/baseline_variance/{name}") for name in ("critic", "group_mean")), strict=False)]
+    ratios = [with_critic / without for with_critic, without in pairs[-2 * WINDOW :] if without > 0]
+    if len(pairs) < 20 or len(ratios) < 2 * WINDOW or median(ratios) < 1.2 or run.solved > 0.9:
+        return None
+    within, between = (run.last(f"critic/vf_explained_var_{part}") for part in ("within", "between"))
+    several = within is not None and between is not None  # samples of a prompt
+    others = "a prompt's" if several else "the batch's"
+    split = f" (explained variance {within:.2g} within prompts, {between:.2g} between them)" if several else ""
+    return (
+        f"the critic makes advantages noisier: {median(ratios):.2g} times the variance that the mean of {others} other "
+        f"samples leaves{split}",
+        "let it learn what that mean leaves (critic.target=residual, rollout.n of 2 or more), take critic.kind=probe, "
+        "or an estimator without a critic",
     )
 
 
@@ -254,4 +274,13 @@ def clip_fraction(run: Diagnosis) -> Verdict | None:
 
 
 RULES: list[Callable[[Diagnosis], Verdict | None]] = [not_finite, out_of_memory, rollout_mismatch, constant_reward]
-RULES += [groups_without_signal, flat_reward, critic_does_not_learn, entropy, lengths, policy_runs_away, clip_fraction]
+RULES += [
+    groups_without_signal,
+    flat_reward,
+    critic_does_not_learn,
+    critic_harms,
+    entropy,
+    lengths,
+    policy_runs_away,
+    clip_fraction,
+]

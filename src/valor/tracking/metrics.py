@@ -4,7 +4,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,31 @@ def explained_variance(values: Any, returns: Any, mask: Any) -> float:
         return math.nan
     unexplained = (error**2).sum() / error.size - (error.sum() / error.size) ** 2
     return float(1.0 - unexplained / spread)
+
+
+def explained_variance_by_group(values: Any, returns: Any, mask: Any, groups: Sequence[int]) -> tuple[float, float]:
+    """Explained variance within and between the groups of rows with one number in `groups` [B].
+
+    Within: 1 − Σ (e − ē_g)² / Σ (R − R̄_g)² of errors e = R − V, over the entries with mask 1, ē_g and R̄_g the means of
+    an entry's group. Between: the same of ē_g − ē and R̄_g − R̄. The explained variance of all is the mean of both,
+    weighted by the parts of Σ (R − R̄)² that lie within and between. NaN where there is nothing to explain.
+    """
+    chosen = _to_numpy(mask) > 0
+    group = np.broadcast_to(np.asarray(groups)[:, None], chosen.shape)[chosen]
+    target = _selected(returns, mask)
+    error = target - _selected(values, mask)
+    sizes = np.maximum(np.bincount(group), 1)
+
+    def parts(x: np.ndarray) -> tuple[float, float]:
+        of_group = (np.bincount(group, x) / sizes)[group]
+        return float(((x - of_group) ** 2).sum()), float(((of_group - x.mean()) ** 2).sum())
+
+    rounding = 1e-12 * max(float((target**2).sum()), 1e-30)
+    within, between = (
+        1.0 - unexplained / spread if spread > rounding else math.nan
+        for unexplained, spread in zip(parts(error), parts(target), strict=True)
+    )
+    return within, between
 
 
 @dataclass(frozen=True)

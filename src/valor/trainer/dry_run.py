@@ -56,7 +56,7 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
         yield partial(placed, config)
     if config.generator and not judge.replaces_rule:
         yield lambda: make_graders(config.reward).close()
-    if config.critic.enable and _is_here(config.critic.model.path):
+    if config.has_value_model and _is_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
     if not _is_here(policy.model.path, policy.model.tokenizer_path):
         return

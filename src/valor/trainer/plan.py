@@ -83,8 +83,9 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     yield "rollout", _and(engine, engine in GENERATION_ENGINES and GENERATION_ENGINES[engine].plan(config))
     yield "critic", _critic(config.critic)
     penalty, loss = config.algorithm.use_kl_in_reward, policy.actor.use_kl_loss
-    uses = _and(penalty and "KL penalty in the reward", loss and "KL loss")
-    yield "reference", f"{policy.model.path}: {uses}" if uses else "none (no KL term is on)"
+    uses = _and(penalty and "KL penalty in the reward", loss and "KL loss", config.has_probe and "critic's features")
+    needed = config.needs_reference
+    yield "reference", f"{policy.model.path}: {uses}" if needed else "none (no KL term is on)"
     yield "reward", _reward(config)
     main = "roles of no pool below" if config.pools else "all roles"
     controller = "ray" if config.pools else config.trainer.controller
@@ -116,6 +117,10 @@ def _model(model: BackboneConfig) -> str:
 def _critic(critic: CriticConfig) -> str:
     if not critic.enable:
         return "none"
+    if critic.kind == "probe":
+        start = critic.probe.path and f"from {critic.probe.path}"
+        features = f"at most {critic.probe.features:,} numbers of the {critic.probe.states}'s hidden states"
+        return _and("ridge regression", features, start, "frozen" if critic.freeze else "")
     frozen = critic.freeze_steps and f"frozen in steps {_and(*critic.freeze_steps)}"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
     return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
@@ -156,7 +161,7 @@ def _batch(config: PPOConfig) -> Iterator[str]:
         f"{data.max_prompt_length:,} + {data.max_response_length:,} tokens each = {samples * longest:,} tokens/step"
     )
     yield f"actor: {_updates(config, config.actor_rollout_ref.actor)}"
-    if config.trains_critic:
+    if config.trains_critic and config.has_value_model:
         yield f"critic: {_updates(config, config.critic)}"
 
 

@@ -182,7 +182,7 @@ class Run(ABC):
         """Called once at the end. A run that has taken all its steps exports its models."""
         if self.finished:
             for role in self.trained_roles:
-                self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
+                self.record.say(f"{role} exported: {self.write_model(role)}")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         self.record.log(self.step, metrics)

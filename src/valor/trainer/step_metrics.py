@@ -5,11 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms import mismatch_sums
+from valor.algorithms import compute_advantages, mismatch_sums
+from valor.algorithms.groups import Groups
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
-from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
+from valor.tracking.metrics import (
+    Histogram,
+    Timer,
+    explained_variance,
+    explained_variance_by_group,
+    histogram,
+    summarize,
+)
 
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
@@ -49,8 +57,34 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         out["reward/equal_groups"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], judged)
-        out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)
+        compared = (batch["values"], batch["returns"], judged)
+        out["critic/vf_explained_var"] = explained_variance(*compared)
+        if groups:
+            prompts = Groups(batch.objects["uid"], len(mask), mask.device).index.tolist()
+            within, between = explained_variance_by_group(*compared, prompts)
+            out |= {"critic/vf_explained_var_within": within, "critic/vf_explained_var_between": between}
     return out
+
+
+def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
+    """Variance of the return that follows a policy token minus its value, and minus the mean return of the prompt's
+    other samples (of all others where it has none): does this critic help as a baseline, on this batch?
+
+    Of Monte-Carlo returns, by the critic as it was before this batch, and without whitening: lambda below 1 makes the
+    variance small with any values. Where values have a target.
+    """
+    mask, rewards = batch["response_mask"], batch["token_level_rewards"]
+    none = torch.zeros_like(rewards)
+    returns = compute_advantages(
+        "gae", rewards=rewards, response_mask=mask, values=none, gamma=gamma, whitening="none"
+    )[1].double()
+    outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
+    prompts, everyone = (Groups(ids, len(mask), mask.device) for ids in (batch.objects["uid"], [0] * len(mask)))
+    others = torch.where(prompts.singleton, everyone.mean_of_others(outcomes), prompts.mean_of_others(outcomes))
+    where = batch.tensors.get("value_mask", mask) != 0
+    variances = [(returns - base)[where].var(correction=0) for base in (batch["values"].double(), others[:, None])]
+    names = ("critic/baseline_variance/critic", "critic/baseline_variance/group_mean")
+    return {name: float(x) for name, x in zip(names, variances, strict=True)} if len(mask) > 1 and where.any() else {}
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:

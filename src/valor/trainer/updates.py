@@ -90,8 +90,10 @@ class Updates:
             yield counted(rows, tokens[index])
 
     def rows_of_updates(self, role: str, batch: Batch, step: int, member: int = 0) -> list[Tensor]:
-        """Row numbers of each optimizer step, in order."""
+        """Row numbers of each update, in order."""
         critic = self.config.critic
+        if role == "critic" and self.config.has_probe:
+            return [torch.arange(len(batch))] if len(batch) else []
         settings = critic if role == "critic" else self.config.actor_rollout_ref.actor
         shards = critic.ensemble_size if role == "critic" and critic.ensemble_shards else 1
         samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // shards, 1)

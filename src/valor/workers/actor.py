@@ -16,6 +16,7 @@ from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
+from valor.models.states import StateProjection
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.workers.dispatch import Dispatch
@@ -60,6 +61,11 @@ class ActorWorker(ModelRole):
                 reference=reference,
             )
         return Batch({"old_log_probs": out.pop("log_probs"), **out})
+
+    def states(self, rows: Batch, projection: StateProjection) -> Tensor:
+        """[B, T, K] projected hidden states before each response token; for a critic beside it."""
+        with self.on_device() as engine:
+            return engine.forward(rows, **self._log_prob_limits, projection=projection)["states"]
 
     @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:

@@ -31,7 +31,9 @@ class CriticWorker(ModelRole):
         critic = self.config = config.critic
         head = None if critic.freeze else value_head(critic)  # a frozen critic keeps its saved head
         seed = config.trainer.seed + member
-        load = partial(load_value_model, critic.model, head=head, seed=seed, levels=critic.value_levels)
+        load = partial(
+            load_value_model, critic.model, head=head, seed=seed, levels=critic.value_levels, target=critic.target
+        )
         steps, trains = facts.learning_steps, not critic.freeze
         super().__init__(context, critic, critic.model, load, total_steps=steps, trainable=trains)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from torch import Tensor
+
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
+from valor.models.states import StateProjection
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
@@ -43,6 +46,11 @@ class ReferenceWorker:
             rows = batch.select(ROW_FIELDS)
             out = engine.forward(rows, **self._limits, temperature=batch.meta["temperature"])
         return Batch({"ref_log_probs": out["log_probs"]})
+
+    def states(self, rows: Batch, projection: StateProjection) -> Tensor:
+        """[B, T, K] projected hidden states before each response token; for a critic beside it."""
+        with self._role.on_device() as engine, engine.without_adapters():
+            return engine.forward(rows, **self._limits, projection=projection)["states"]
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:

@@ -1,13 +1,14 @@
 """The roles of a run: a row for each says its worker class, its section, when a run has it, and whether it trains."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from valor.config import PPOConfig
 from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec, RunFacts
+from valor.workers.probe import ProbeCritic
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
 from valor.workers.rollout import RolloutWorker
@@ -25,7 +26,8 @@ class Role:
     worker: the class of its ranks, built from the configuration, RunFacts, and its number in `members`. section: its
     part of the configuration. wanted: whether a run has the role. steps: in how many of a run's steps it learns, over
     which learning rates are scheduled; None: it does not train, and can be built again after a death. movable:
-    `resource_pools` may give it processes of its own. members: how many of them learn side by side, each a role.
+    `resource_pools` may give it processes of its own. members: how many of them learn side by side, each a role. kinds:
+    classes in place of `worker`, by the section's `kind`.
     """
 
     worker: type
@@ -34,6 +36,7 @@ class Role:
     steps: Callable[[PPOConfig, int], int] | None = None
     movable: bool = True
     members: Callable[[PPOConfig], int] = lambda config: 1
+    kinds: Mapping[str, type] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -61,6 +64,7 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
         wanted=lambda config: config.critic.enable,
         steps=lambda config, total: sum(not config.critic.frozen_at(step) for step in range(1, total + 1)),
         members=lambda config: config.critic.ensemble_size,
+        kinds={"probe": ProbeCritic},
     ),
     "reward_model": Role(
         RewardModelWorker,
@@ -80,5 +84,6 @@ def role_specs(
         facts = RunFacts(steps, eos_token_ids, separator_id)
         for member, name in enumerate(row.names(config, role)) if row.wanted(config) else ():
             arguments = {"config": config, "facts": facts} | ({"member": member} if member else {})
-            specs[name] = RoleSpec(row.worker, arguments, replaceable=not row.trains)
+            worker = row.kinds.get(getattr(row.section(config), "kind", ""), row.worker)
+            specs[name] = RoleSpec(worker, arguments, replaceable=not row.trains)
     return specs

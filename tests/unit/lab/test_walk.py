@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,12 +13,18 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from valor.config import PPOConfig
+from valor.config.engine import ModelConfig
+from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.lab import walk
+from valor.models.load import load_policy, load_tokenizer
+from valor.models.rows import ROW_FIELDS
 from valor.rewards.registry import compute_score
 from valor.rewards.walk import Walk
 from valor.user_files import load_file
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "phases" / "exact_values.py"
 walk_values = load_file(str(Path(__file__).parents[3] / "benchmarks" / "walk_values.py"), "path")
 
 # From room 0 door a stays cheap and leads to the rich room 1, door b pays at once and leads to the poor room 2.
@@ -101,6 +108,37 @@ def saved(tmp_path_factory):
     critic.save_pretrained(folder / "critic")
     AutoTokenizer.from_pretrained(model).save_pretrained(folder / "critic")
     return model, folder / "critic"
+
+
+def test_exact_values_of_sampled_rows_are_those_of_all_states(saved):
+    """The phase of the examples, which reads rows of a step, against the table of all states."""
+    policy, made = saved[0], walk.make_walk(2, length=3, rooms=3)
+    states = walk_values.exact_values(made, policy, temperature=0.5)
+    model, tokenizer = load_policy(ModelConfig(path=str(policy))), load_tokenizer(str(policy))
+
+    def compute_log_probs(rows: Batch, *, with_entropy: bool) -> Batch:
+        with torch.no_grad():
+            return Batch(
+                {"old_log_probs": model(rows.select(ROW_FIELDS), temperature=rows.meta["temperature"])["log_probs"]}
+            )
+
+    inputs = SimpleNamespace(tokenizer=tokenizer)
+    kind = load_file(str(EXAMPLE), "path").ExactValues
+    config = {"data": {"max_response_length": 6}, "critic": {"kind": "probe"}}
+    phase = kind(PPOConfig.model_validate(config))
+    actor = SimpleNamespace(compute_log_probs=compute_log_probs)
+    phase.resources = SimpleNamespace(roles={"actor": actor}, collector=SimpleNamespace(inputs=inputs))
+    rows = states.rows.take([5, 0, 23, 8])
+    rooms = [json.dumps(asdict(replace(made, start=row // 8))) for row in (5, 0, 23, 8)]
+    rows.objects["ground_truth"], rows.meta["temperature"] = rooms, 0.5
+    rows["responses"][3, 2] = 0  # no walk any more, from the fourth state on
+    values = phase.run(rows, 1)[0]["values"]
+    width = [8, 4, 4, 2, 2, 1]  # walks that begin as the state does
+    for i, row in enumerate((5, 0, 23, 8)):
+        for t in range(6):
+            of_state = (states.row == row - row % width[t]) & (states.token == t)
+            expected = 0.0 if i == 3 and t > 2 else float(states.value[of_state])
+            assert float(values[i, t]) == pytest.approx(expected, rel=1e-5), (i, t)
 
 
 def test_values_agree_with_a_recursion_over_single_prefixes(saved):

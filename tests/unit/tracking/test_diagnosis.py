@@ -62,7 +62,25 @@ def test_a_fault_is_named_with_its_number_and_a_key(name):
 
 
 def test_every_rule_has_a_run_that_it_speaks_of():
-    assert {rule.__name__ for rule in RULES} == {rule for rule, _, _ in FAULTS.values()} | {"out_of_memory"}
+    assert {rule.__name__ for rule in RULES} == {rule for rule, _, _ in FAULTS.values()} | {
+        "out_of_memory",
+        "critic_harms",
+    }
+
+
+@pytest.mark.parametrize(("ratio", "speaks"), [(1.7, True), (1.1, False), (0.5, False)])
+def test_a_critic_that_leaves_more_variance_than_the_group_does_is_named(ratio, speaks):
+    found = Diagnosis({})
+    for step in range(1, 25):
+        harm = {"critic/baseline_variance/critic": 0.2 * ratio, "critic/baseline_variance/group_mean": 0.2}
+        split = {"critic/vf_explained_var_within": -0.3, "critic/vf_explained_var_between": 0.9}
+        scores = {"critic/score/mean": 0.5, "critic/score/min": 0.0, "critic/score/max": 1.0}
+        found.add(step, {"training/global_step": step, **scores, **harm, **split})
+        assert ("critic_harms" in found.findings) is (speaks and step >= 20), step
+    if speaks:
+        finding = found.findings["critic_harms"]
+        assert "1.7 times" in finding.text and "-0.3 within prompts, 0.9 between" in finding.text
+        assert "critic.target=residual" in finding.remedy
 
 
 @pytest.mark.parametrize(("mode", "speaks"), [("token-mean", True), ("seq-mean-token-sum", False)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from valor.tracking.metrics import Timer, explained_variance, reduce_metrics, summarize
+from valor.tracking.metrics import Timer, explained_variance, explained_variance_by_group, reduce_metrics, summarize
 
 
 def test_reduction_sums_except_extremes():
@@ -80,6 +80,31 @@ def test_constant_returns_explain_nothing():
     constant = np.full((2, 3), 0.1)
     assert math.isnan(explained_variance(np.zeros((2, 3)), constant, np.ones((2, 3))))
     assert math.isnan(explained_variance(constant, constant, np.zeros((2, 3))))
+
+
+def test_explained_variance_within_and_between_prompts_by_hand():
+    """Two prompts of mean return 1 and 5; the values know both means, and have the samples the wrong way round."""
+    returns = np.array([[0.0], [2.0], [4.0], [6.0]])
+    values = np.array([[1.5], [0.5], [5.5], [4.5]])
+    # Within: errors -1.5, 1.5, -1.5, 1.5 of returns -1, 1, -1, 1: 1 - 9 / 4. Between: no error of means, 1 - 0 / 16.
+    assert explained_variance_by_group(values, returns, np.ones((4, 1)), [0, 0, 1, 1]) == (-1.25, 1.0)
+    assert explained_variance(values, returns, np.ones((4, 1))) == pytest.approx((-1.25 * 4 + 1.0 * 16) / 20)
+    one = explained_variance_by_group(values, returns, np.array([[1], [1], [0], [0]]), [0, 0, 1, 1])
+    assert one[0] == -1.25 and math.isnan(one[1])
+
+
+def test_the_parts_within_and_between_add_up_to_the_whole():
+    rng = np.random.default_rng(3)
+    groups = rng.integers(0, 4, 12)
+    returns, mask = rng.normal(groups[:, None], 1.0, (12, 5)), rng.random((12, 5)) < 0.8
+    values = returns * 0.5 + rng.normal(0.2, 0.7, (12, 5))
+    within, between = explained_variance_by_group(values, returns, mask, groups.tolist())
+    number = np.broadcast_to(groups[:, None], mask.shape)[mask]
+    target = returns[mask]
+    means = np.array([target[number == g].mean() for g in number])
+    inside, outside = ((target - means) ** 2).sum(), ((means - target.mean()) ** 2).sum()
+    whole = (within * inside + between * outside) / (inside + outside)
+    assert whole == pytest.approx(explained_variance(values, returns, mask), abs=1e-12)
 
 
 def test_timer_adds_up_and_survives_errors():

@@ -2,7 +2,7 @@
 
 from valor.data.batch import Batch, Episodes
 from valor.trainer.phases.base import COLLECTED, EVERY_COLUMN, Metrics, Phase
-from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
+from valor.trainer.step_metrics import baseline_metrics, batch_metrics, critic_diagnostics
 
 
 class BatchMetrics(Phase):
@@ -15,7 +15,10 @@ class BatchMetrics(Phase):
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         joined = Episodes(batch).joined()
-        return Batch(), {**batch_metrics(joined), **critic_diagnostics(joined, self.config)}
+        metrics = {**batch_metrics(joined), **critic_diagnostics(joined, self.config)}
+        if "values" in joined and self.config.algorithm.reward_source != "critic":
+            metrics |= baseline_metrics(joined, self.config.algorithm.gamma)
+        return Batch(), metrics
 
 
 class Samples(Phase):

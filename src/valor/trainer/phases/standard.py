@@ -8,6 +8,7 @@ from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
 from valor.trainer.phases.critic_masks import CriticMasks
+from valor.trainer.phases.group_baseline import GroupBaseline
 from valor.trainer.phases.measure import BatchMetrics, Samples
 from valor.trainer.phases.old_log_probs import (
     OldLogProbMetrics,
@@ -33,6 +34,7 @@ STANDARD: list[type[Phase]] = [
     ReferenceLogProbs,
     Rewards,
     ValuesInTheUpdate,
+    GroupBaseline,
     Advantages,
     CriticMasks,
     TrainingRows,

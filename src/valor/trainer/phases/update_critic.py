@@ -11,10 +11,13 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.group_baseline import BASELINE, RESIDUAL
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED
 from valor.workers.critic import value_head
 from valor.workers.roles import critic_names
+
+_OTHERS = (BASELINE, RESIDUAL, CHOSEN, CRITIC_IS_UPDATED)
 
 
 class UpdateCritic(Phase):
@@ -29,16 +32,20 @@ class UpdateCritic(Phase):
         super().__init__(config)
         members = critic_names(config)
         more = [f"values/{name}" for name in members if len(members) > 1]
-        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", CHOSEN, CRITIC_IS_UPDATED, *more))
+        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", *_OTHERS, *more))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
         return config.critic.enable
 
+    def plan(self) -> str:
+        return "the regression, refitted for the next step" if self.config.has_probe else super().plan()
+
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         critic, n = config.critic, config.actor_rollout_ref.rollout.n
-        yield from value_loss_mistakes(config)
+        if config.has_value_model:
+            yield from value_loss_mistakes(config)
         if critic.ensemble_shards and critic.ensemble_size > n:
             yield (
                 f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size} parts the samples of a "
@@ -49,7 +56,11 @@ class UpdateCritic(Phase):
         return CRITIC_IS_UPDATED in batch.meta
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        return Batch(), self.resources.critics.update(trained(batch), step)
+        rows = trained(batch)
+        if BASELINE in rows:
+            returns = rows["returns"] - rows[BASELINE][:, None]
+            rows = rows.union(Batch({"returns": returns, "values": rows[RESIDUAL]}))
+        return Batch(), self.resources.critics.update(rows, step)
 
 
 def value_loss_mistakes(config: PPOConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.advantage import targets_by_ranks
-from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.base import Metrics, Phase, where_true
 from valor.workers.roles import critic_names
 
 CRITIC_IS_UPDATED = "critic_is_updated"  # in a batch's meta: the step's update has given the values
@@ -36,7 +36,9 @@ class Values(Phase):
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         critic, policy = config.critic, config.actor_rollout_ref.model
-        if critic.freeze and critic.model.path == policy.path and critic.model.lora_adapter_path is None:
+        if config.has_probe:
+            yield from _probe(config)
+        elif critic.freeze and critic.model.path == policy.path and critic.model.lora_adapter_path is None:
             yield (
                 "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
                 "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
@@ -46,6 +48,21 @@ class Values(Phase):
         critics = self.resources.critics
         with phase("values", len(batch), unit="sample"):
             return critics.compute_values(batch, with_end=self.with_end, with_quantiles=self.with_quantiles)
+
+
+def _probe(config: PPOConfig) -> Iterator[str]:
+    """What a critic without a model does not go with."""
+    role = "actor" if config.critic.probe.states == "policy" else "ref"
+    apart = [name for name, pool in config.pools.items() if ("critic" in pool.roles) != (role in pool.roles)]
+    strategy = "actor_rollout_ref.actor.strategy"
+    yield from where_true(
+        {
+            "critic.kind=probe reads the hidden states of all layers, and with megatron-core no process has them: set "
+            f"{strategy}=fsdp2, or critic.kind=model": config.actor_rollout_ref.actor.strategy == "megatron",
+            f"critic.kind=probe reads hidden states where the {role} computes them: leave both out of resource_pools"
+            + ", or put both into one pool" * (role == "ref"): bool(apart),
+        }
+    )
 
 
 class ValuesInTheUpdate(Values):
@@ -67,7 +84,8 @@ class ValuesInTheUpdate(Values):
         return targets_by_ranks(config) is not None
 
     def plan(self) -> str:
-        return "the critic's update, whose forward pass gives the values"
+        update = "regression, refitted for the next step" if self.config.has_probe else "update"
+        return f"the critic's {update}, whose forward pass gives the values"
 
     def timing(self, batch: Batch, step: int) -> str:
         return "update_critic" if self.resources.critics.values_in_update(batch, step) else "values"

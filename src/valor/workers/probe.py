@@ -1,0 +1,156 @@
+"""The critic in closed form: a ridge regression of returns on the policy's hidden states."""
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from valor import algorithms
+from valor.algorithms.ridge import Evidence, OnlineRidge
+from valor.config import PPOConfig
+from valor.data.batch import Batch
+from valor.engines.distributed import max_over_ranks
+from valor.errors import UserError
+from valor.models.rows import ROW_FIELDS
+from valor.models.states import StateProjection, state_features
+from valor.tracking.rundir import disk_errors
+from valor.workers.dispatch import Dispatch
+from valor.workers.host import RunFacts, WorkerContext
+from valor.workers.model_role import longer_rows
+
+PROBE_FILE = "probe.safetensors"
+_TOKENS = 8192  # of a part of a batch: the features of so many are in memory at a time
+_BLOCK = 256  # rows of a matrix that ranks exchange at a time
+
+
+class ProbeCritic:
+    """One rank of the critic in closed form (`critic.kind=probe`); all ranks have the same coefficients.
+
+    Coefficients change at the end of an update, so that a value comes from earlier steps alone and never knows its own
+    outcome. The states are those of the actor, or of the reference beside it, which has the starting weights.
+    """
+
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
+        probe = config.critic.probe
+        self._states_of: Any = context.roles["actor" if probe.states == "policy" else "ref"]
+        self._device = context.device if context.device.type == "cuda" else torch.device("cpu")  # has float64
+        self._projection, self._longest = StateProjection(probe.features), config.data.max_response_length
+        self._fit = OnlineRidge(probe.forgetting)
+        if probe.path is not None:
+            self._read(Path(probe.path))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of the share of a batch that this rank computes."""
+        return self._states_of.data_parallel_rank
+
+    @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
+    def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
+        """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token.
+        with_quantiles: the same, as it has no distribution."""
+        rows = batch.select(ROW_FIELDS)
+        width, lengths = rows["responses"].shape[1], rows["response_lengths"]
+        rows = longer_rows(rows) if with_end else rows
+        values = torch.zeros(rows["responses"].shape)
+        for part, features in self._features(rows):
+            values[part] = self._fit.predict(features).float().cpu()
+        out = {"values": values[:, :width] * (torch.arange(width) < lengths[:, None])}
+        if with_end:
+            out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
+        return Batch(out)
+
+    @Dispatch("dp")
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Refit with a step's `returns` where `response_mask` is 1; metrics are of the step, over all ranks."""
+        parts = [
+            self._evidence(features, batch["returns"][part], batch["response_mask"][part])
+            for part, features in self._features(batch.select(ROW_FIELDS))
+        ]
+        return self._fit.learn(self._over_ranks(Evidence.total(parts)))
+
+    @Dispatch("dp", stays=("values",))
+    def update_with_values(self, batch: Batch, estimator: tuple[str, dict[str, Any]]) -> Batch:
+        """`update` whose forward pass also gives the `values` [B, T], and whose targets are the `estimator`'s, as in
+        CriticWorker."""
+        (name, options), parts, values = estimator, list[Evidence](), torch.zeros(batch["responses"].shape)
+        for part, features in self._features(batch.select(ROW_FIELDS)):
+            mask = batch["response_mask"][part]
+            values[part] = self._fit.predict(features).float().cpu() * (mask != 0)
+            present = {"values": values[part], "response_mask": mask}
+            rewards = batch["token_level_rewards"][part]
+            _, returns = algorithms.compute_advantages(name, rewards=rewards, **present, **options)
+            parts.append(self._evidence(features, returns, mask))
+        metrics = self._fit.learn(self._over_ranks(Evidence.total(parts)))
+        return Batch({"values": values}, meta={"metrics": metrics})
+
+    @Dispatch("all")
+    def save(self, directory: Path) -> None:
+        """Sums, coefficients and errors, into `directory`, by rank 0."""
+        if dist.get_rank() == 0:
+            with disk_errors(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                save_file({name: x.cpu().contiguous() for name, x in self._fit.state.items()}, directory / PROBE_FILE)
+        dist.barrier()
+
+    @Dispatch("all")
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, at any world size."""
+        with disk_errors(directory):
+            self._read(directory)
+
+    @Dispatch("all", light=True)
+    def checkpoint_bytes(self) -> int:
+        """How large what `save` writes will be."""
+        return 8 * (4 * self._projection.size) ** 2
+
+    @Dispatch("all")
+    def export(self, directory: Path) -> None:
+        """The same as `save`: `critic.probe.path` reads it."""
+        self.save(directory)
+
+    def _features(self, rows: Batch) -> Iterator[tuple[slice, Tensor]]:
+        """Parts of the rows with their features [b, T, D]; as many on each rank, the last ones may be empty."""
+        each = max(1, _TOKENS // max(1, rows["responses"].shape[1]))
+        for number in range(max_over_ranks(-(-len(rows) // each))):
+            part = slice(number * each, (number + 1) * each)
+            some = rows.take(range(*part.indices(len(rows))))
+            states = self._states_of.states(some, self._projection).to(self._device)
+            yield part, state_features(states, self._longest)
+
+    def _evidence(self, features: Tensor, returns: Tensor, mask: Tensor) -> Evidence:
+        where = mask.to(self._device) > 0
+        return self._fit.evidence(features[where], returns.to(self._device)[where])
+
+    def _over_ranks(self, seen: Evidence) -> Evidence:
+        """The sum over the shares of a batch, in their order."""
+        if dist.get_world_size() == 1:
+            return seen
+        ranks = [int(share) for share in self._gathered(torch.tensor([self.data_parallel_rank]))]
+        first = [ranks.index(share) for share in range(max(ranks) + 1)]  # several ranks may have one share
+
+        def shares(x: Tensor) -> list[Tensor]:
+            parts = self._gathered(x.contiguous())
+            return [parts[rank] for rank in first]
+
+        low, high = torch.stack(shares(seen.low)).amin(0), torch.stack(shares(seen.high)).amax(0)
+        moments = torch.cat([reduce(add, shares(block)) for block in seen.moments.split(_BLOCK)])
+        return Evidence(moments, reduce(add, shares(seen.errors)), low, high)
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        """A tensor of every rank, in their order; collective."""
+        x = x.to(self._device)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return parts
+
+    def _read(self, directory: Path) -> None:
+        file = directory / PROBE_FILE
+        if not file.is_file():
+            raise UserError(f"'{directory}' holds no {PROBE_FILE}: give the folder `huggingface/critic` of such a run")
+        self._fit.state = {name: x.to(self._device) for name, x in load_file(file).items()}

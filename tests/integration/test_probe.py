@@ -1,0 +1,144 @@
+"""A critic in closed form, and critics of what a group's mean leaves, in whole runs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from runs import read_metrics, weights
+from safetensors.torch import load_file
+
+from valor.config import PPOConfig
+from valor.data.batch import Batch
+from valor.models.states import StateProjection
+from valor.trainer.main_ppo import main
+from valor.workers.host import RunFacts
+from valor.workers.probe import PROBE_FILE, ProbeCritic
+
+pytestmark = pytest.mark.slow
+
+DIGITS = f"reward.custom_reward_function.path={Path(__file__).with_name('digits_reward.py')}"
+PROBE = ["critic.kind=probe", "algorithm.lam=0.9", "critic.probe.features=128", DIGITS]
+
+
+def assert_same(a, b):
+    """Equal metrics, policies and coefficients, to the last bit."""
+    assert read_metrics(a) == read_metrics(b)
+    first, second = (load_file(folder / "huggingface" / "critic" / PROBE_FILE) for folder in (a, b))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(x, weights(b, "actor")[name]) for name, x in weights(a, "actor").items())
+
+
+@pytest.mark.usefixtures("hosts")
+def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrides, tmp_path):
+    one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    settings = [*PROBE, "actor_rollout_ref.rollout.n=16", "trainer.total_training_steps=6"]
+    assert main(overrides(tmp_path / "whole", *settings, one_update)) == 0
+    steps = [row for row in read_metrics(tmp_path / "whole") if "critic/ridge" in row]
+    assert len(steps) == 6 and steps[0]["critic/values/max"] == 0 == steps[0]["critic/values/min"]
+    explained = [row["critic/vf_explained_var"] for row in steps]
+    assert explained[-1] > 0.1, explained  # what is written so far is in the state
+    assert all(row["critic/values/min"] >= 0 and row["critic/values/max"] <= 1 for row in steps)
+    assert "critic/lr" not in steps[0] and steps[0]["critic/skipped"] == 0
+    parts = tmp_path / "parts"
+    assert main(overrides(parts, *settings, one_update, "trainer.total_training_steps=3")) == 0
+    assert main(overrides(parts, *settings, one_update, "trainer.resume_mode=auto")) == 0
+    assert_same(tmp_path / "whole", parts)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatch):
+    """Several updates of the actor, whose old log-probs need a pass: the critic's one update is as before."""
+    more = [*PROBE, "algorithm.truncation_bootstrap=true", "critic.probe.states=policy"]
+    assert main(overrides(tmp_path / "bootstrap", *more)) == 0
+    row = read_metrics(tmp_path / "bootstrap")[-1]
+    assert np.isfinite(row["critic/vf_explained_var"])
+    lora = ["actor_rollout_ref.model.lora_rank=4", *PROBE]
+    assert main(overrides(tmp_path / "lora", *lora, "trainer.total_training_steps=2")) == 0
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("kind", ["model", "probe"])
+def test_residual_critics_learn_what_the_groups_mean_leaves(overrides, tmp_path, kind):
+    residual = [*PROBE, "critic.target=residual", f"critic.kind={kind}", "actor_rollout_ref.rollout.n=4"]
+    assert main(overrides(tmp_path / "run", *residual)) == 0
+    rows = [row for row in read_metrics(tmp_path / "run") if "critic/vf_loss" in row]
+    # A critic that says 0 leaves exactly the variance that the mean of the others leaves.
+    ratio = "critic/baseline_variance/critic", "critic/baseline_variance/group_mean"
+    assert rows[0][ratio[0]] == pytest.approx(rows[0][ratio[1]], rel=1e-5)
+    assert rows[-1][ratio[0]] != pytest.approx(rows[-1][ratio[1]], rel=1e-5)
+    if kind == "model":
+        saved = tmp_path / "run" / "huggingface" / "critic"
+        assert '"value_target": "residual"' in (saved / "config.json").read_text()
+        start = f"critic.model.path={saved}"
+        assert main(overrides(tmp_path / "next", *residual, start, "trainer.total_training_steps=1")) == 0
+        assert main(overrides(tmp_path / "other", start)) == 2
+
+
+class _States:
+    """Hidden states that depend on a row's tokens alone."""
+
+    data_parallel_rank = 0
+
+    def states(self, rows: Batch, projection: StateProjection) -> torch.Tensor:
+        seen = torch.cat([rows["prompts"], rows["responses"]], 1).double().cumsum(1)[:, -rows["responses"].shape[1] :]
+        return torch.stack([seen.sin(), (1.7 * seen).cos(), (0.3 * seen).sin()], -1).float()
+
+
+def _batches(seed: int) -> list[Batch]:
+    draw, batches = torch.Generator().manual_seed(seed), []
+    for _ in range(3):
+        lengths = torch.randint(1, 7, (20,), generator=draw)
+        mask = (torch.arange(6) < lengths[:, None]).float()
+        columns = {
+            "prompts": torch.randint(1, 50, (20, 3), generator=draw),
+            "prompt_lengths": torch.full((20,), 3),
+            "responses": torch.randint(1, 50, (20, 6), generator=draw),
+            "response_lengths": lengths,
+            "response_mask": mask,
+            "returns": torch.randn(20, 6, generator=draw) * mask,
+        }
+        batches.append(Batch(columns))
+    return batches
+
+
+def _critic(share: int) -> ProbeCritic:
+    source = _States()
+    source.data_parallel_rank = share
+    context = SimpleNamespace(device=torch.device("cpu"), roles={"ref": source})
+    config = PPOConfig.model_validate({"critic": {"kind": "probe"}, "data": {"max_response_length": 6}})
+    return ProbeCritic(context, config=config, facts=RunFacts(3, []))
+
+
+def learn_by_rank(folder, world, shares):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    critic, share = _critic(shares[rank]), shares[rank]
+    rows = [*range(share, 20, max(shares) + 1)] if max(shares) else [*range(20)]
+    if world == 2 and shares == [0, 1]:
+        rows = [*range(20)] if rank == 0 else []  # one that has none
+    metrics = [critic.update(batch.take(rows)) for batch in _batches(0)]
+    torch.save({"metrics": metrics, **critic._fit.state}, folder / f"state_{world}_{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "shares", [[0, 1], [0, 1, 2], [0, 0, 1]], ids=["one is empty", "three shares", "two share one"]
+)
+def test_ranks_have_the_same_coefficients_as_one_alone(forks, tmp_path, shares):
+    run_ranks(forks, tmp_path, 1, learn_by_rank, tmp_path, 1, [0])
+    run_ranks(forks, tmp_path, len(shares), learn_by_rank, tmp_path, len(shares), shares)
+    alone = torch.load(tmp_path / "state_1_0.pt")
+    ranks = [torch.load(tmp_path / f"state_{len(shares)}_{rank}.pt") for rank in range(len(shares))]
+    for state in ranks:
+        assert state["metrics"] == ranks[0]["metrics"]
+        for name in ("sums", "weights", "errors", "low", "high"):
+            assert torch.equal(state[name], ranks[0][name]), name
+            torch.testing.assert_close(state[name], alone[name], rtol=1e-7, atol=1e-9)
+
+
+def test_what_contradicts_it_is_one_line(overrides, tmp_path, capsys):
+    assert main(overrides(tmp_path / "run", "critic.kind=probe", "critic.ensemble_size=2")) == 2
+    assert "critic.kind=probe is one regression" in capsys.readouterr().err
