@@ -5,6 +5,7 @@
 from valor.algorithms import critic_gate, gae, group_relative, policy_gradient, reinforce, trust_regions, vtrace
 from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress, quantile_targets
 from valor.algorithms.critic_gate import shards, where_critics_tell
+from valor.algorithms.distillation import divergence, sampled_divergence
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.policy_gradient import positive_nll

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -22,7 +22,7 @@ from yaml import YAMLError
 from valor.config.command_line import SWEEPS, parse_overrides
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.presets import DEFAULTS, PRESETS, config_nodes, default_tree
-from valor.config.tree import below, exists, flatten, is_open, is_section, nested, plain_keys
+from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
@@ -160,12 +160,23 @@ def _plain_values(root: type[BaseModel], config: DictConfig) -> tuple[dict[str, 
             if section and isinstance(value, dict):
                 walk(value, f"{key}.")
             elif exists(root, key) and not (section and find_spelling(root, key, value)):
-                known[key] = value
+                theirs = _entries_of_verl(root, key, value)
+                known[key] = nested({k: v for k, v in flatten(value).items() if k not in theirs}) if theirs else value
+                unknown.update({f"{key}.{entry}": setting for entry, setting in theirs.items()})
             else:
                 unknown.update(flatten(value, f"{key}."))
 
     walk(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
     return known, unknown
+
+
+def _entries_of_verl(root: type[BaseModel], key: str, value: Any) -> dict[str, Any]:
+    """Of the keys inside an open dict of sections those that verl alone has."""
+    kind = get_args(fields(root)[key].info.annotation)[1:] if key in fields(root) else ()
+    if not isinstance(value, dict) or not kind or not isinstance(kind[0], type) or not issubclass(kind[0], BaseModel):
+        return {}
+    flat = flatten(value).items()
+    return {entry: setting for entry, setting in flat if find_spelling(root, f"{key}.{entry}", setting)}
 
 
 def _translate(root: type[BaseModel], config: DictConfig, key: str, value: Any, reading: Reading) -> None:

@@ -159,15 +159,15 @@ def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 def _line(root: type[BaseModel], name: str, detail: ErrorDetails) -> str:
     key, value, location = schema(root).get(name), detail["input"], ".".join(map(str, detail["loc"]))
+    if key is not None and get_origin(key.info.annotation) is dict and location != name:  # entries of a user's naming
+        message = detail["msg"] if detail["type"] != "extra_forbidden" else "there is no such key"
+        return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
     if detail["type"] == "extra_forbidden" or key is None:
         return unknown_key(root, name)
     if key.section is not None:
         return not_a_section(name, value)
     if detail["type"] == "value_error":
         return f"{name}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
-    if get_origin(key.info.annotation) is dict and location != name:  # entries of a user's own naming
-        message = detail["msg"]
-        return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
     allowed = detail.get("ctx", {}).get("expected", "") if detail["type"] == "literal_error" else ""
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
     return f"{name}: expected {type_text(key)}, got {show(value)}{did_you_mean(str(value), options, cutoff=0.7)}"

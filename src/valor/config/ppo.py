@@ -9,6 +9,7 @@ from valor.config.actor import ActorConfig, CriticConfig, RefConfig, UpdateConfi
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import Section, key, section
 from valor.config.data import DataConfig
+from valor.config.distillation import DistillationConfig
 from valor.config.engine import GlobalProfilerConfig, ModelConfig
 from valor.config.inheritance import MAIN_TREE, fill_inherited, lookup
 from valor.config.reward import RewardConfig
@@ -43,6 +44,7 @@ class PPOConfig(Section):
     data: DataConfig = section(DataConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    distillation: DistillationConfig = section(DistillationConfig, "distillation.enabled")
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
@@ -225,7 +227,8 @@ class PPOConfig(Section):
 
     @property
     def asked_pools(self) -> dict[str, PoolConfig]:
-        """Those that keys of a role ask for in verl's way: `rollout.nnodes`, `reward_model.enable_resource_pool`."""
+        """Those that keys of a role ask for in verl's way: `rollout.nnodes`, `reward_model.enable_resource_pool`,
+        `distillation.nnodes`."""
         pools, model, rollout = {}, self.reward.reward_model, self.actor_rollout_ref.rollout
         if model.is_role and model.enable_resource_pool:
             processes = model.n_gpus_per_node or self.trainer.n_gpus_per_node or 1
@@ -235,6 +238,9 @@ class PPOConfig(Section):
         if rollout.nnodes:
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
+        if self.distillation.enabled and (nodes := self.distillation.nnodes):
+            processes = self.distillation.n_gpus_per_node
+            pools["teacher"] = PoolConfig(roles=["teacher"], nnodes=nodes, n_gpus_per_node=processes)
         return pools
 
     @property

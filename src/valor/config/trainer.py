@@ -158,7 +158,7 @@ class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
     roles: list[str]
-    """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
+    """Who lives there: critic (with its ensemble), ref, teacher (all), reward_model, rollout (with its own weights)."""
     nnodes: PositiveInt = 1
     """Nodes."""
     n_gpus_per_node: PositiveInt = 1

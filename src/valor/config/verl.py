@@ -207,7 +207,13 @@ data.tools_key ! tools are read from the column 'tools': rename it
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*
 reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_function.*
-distillation.* ! distillation is not supported
+distillation.distillation_loss.(clip_ratio clip_ratio_low clip_ratio_high) -> {A}. : one policy loss takes all
+    advantages
+distillation.distillation_loss.policy_loss_mode -> {A}.policy_loss.loss_mode : one policy loss takes all advantages
+distillation.teacher_models.*.inference.temperature -> distillation.teacher_models.*.temperature
+distillation.teacher_models.*.(num_replicas inference.*) : a teacher is a training engine in each of its processes, with
+    no generation engine
+distillation.distillation_loss.(use_chunked_topk chunked_topk_chunk_size) : logits are never held all at once
 trainer.v1.separate_async.hybrid_rollout.* ! training and generation keep their processes: drop it
 trainer.v1.sampler.(custom_sampler.* sampler_kwargs.*) ! which samples come next is
     trainer.v1.sampler.max_off_policy_strategy

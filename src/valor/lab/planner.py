@@ -22,6 +22,7 @@ from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
 from valor.models.reward import backbone
+from valor.models.teachers import teacher_model
 from valor.trainer.command import load_checked
 from valor.trainer.phases.standard import phases_of
 
@@ -132,6 +133,12 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     if reward_model.is_role and "reward_model" not in elsewhere:
         scores = shape_of(backbone(reward_model), value_head=True)
         resident["reward_model"] = _resident(scores, reward_model.fsdp_config, machine, False)
+    if config.distillation.enabled and "teacher" not in elsewhere:
+        models = [teacher_model(config, teacher) for teacher in config.distillation.teacher_models.values()]
+        shapes = [shape_of(model) for model in models]
+        resident["teachers"] = sum(_resident(x, config.distillation.fsdp_config, machine, False) for x in shapes)
+        largest = max(range(len(shapes)), key=lambda number: shapes[number].weights)
+        uses["teacher"] = _Use(config, shapes[largest], models[largest], policy.actor, machine)
     phases = {}
     if policy.rollout.name != "server" and "rollout" not in elsewhere:
         phases["generate"] = _generation(config, shape, machine)
@@ -139,6 +146,9 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
         if phase.role in uses:
             trains = phase.trains and not (phase.role == "critic" and critic.freeze)
             phases[phase.name] = uses[phase.role].parts(trains=trains)
+    if config.distillation.of_distributions:  # their passes are inside of the actor's
+        parts = uses["teacher"].parts(trains=False)
+        phases["update_actor"] |= {f"teacher's {name}": size for name, size in parts.items()}
     return Estimate(resident, phases)
 
 

@@ -106,20 +106,24 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
         )
     if model.path == config.actor_rollout_ref.model.path:
         return
-    size, difference = int(config_of_critic.get_text_config().vocab_size), None
-    if size < len(tokenizer):
-        difference = f"it knows {size} tokens and the policy's tokenizer has {len(tokenizer)}"
-    elif any(Path(model.path).glob("tokenizer*")) or not Path(model.path).is_dir():  # else only sizes can be compared
-        theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
-        for token, number in tokenizer.get_vocab().items():
-            if theirs.get(token) != number:
-                difference = f"{token!r} is token {number} of the policy's and {theirs.get(token, 'none')} of its own"
-                break
-    if difference:
+    if difference := other_tokenizer(model, config_of_critic, tokenizer):
         raise UserError(
             f"the critic '{model.path}' has another tokenizer than the policy: {difference}: set critic.model.path to "
             "a model with the policy's tokenizer"
         )
+
+
+def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str | None:
+    """How the tokens of `model` differ from those of the policy's `tokenizer`, if they do."""
+    size = int(config.get_text_config().vocab_size)
+    if size < len(tokenizer):
+        return f"it knows {size} tokens and the policy's tokenizer has {len(tokenizer)}"
+    if any(Path(model.path).glob("tokenizer*")) or not Path(model.path).is_dir():  # else only sizes can be compared
+        theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
+        for token, number in tokenizer.get_vocab().items():
+            if theirs.get(token) != number:
+                return f"{token!r} is token {number} of the policy's and {theirs.get(token, 'none')} of its own"
+    return None
 
 
 def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:

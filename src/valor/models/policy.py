@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from valor.models.rows import CompactRows, RowReader
 from valor.models.states import StateProjection
 from valor.models.token_log_probs import (
+    Divergence,
     HeadProduct,
     LogitMap,
     likeliest,
@@ -43,12 +44,13 @@ class PolicyModel(RowReader):
         with_sum_pi_squared: bool = False,
         with_hits: bool = False,
         reference: Reference | None = None,
+        divergence: Divergence | None = None,
         as_reference: bool = False,
         projection: StateProjection | None = None,
     ) -> Any:
         """Float32 `log_probs` [b, T] of the responses under π = softmax(logits / temperature); if asked, π's `entropy`,
         `sum_pi_squared` (Σ_v π(v)², without gradient), `hits` (1 where the token is the likeliest one), and `full_kl`,
-        the exact KL(π ‖ π_ref) to a `reference`.
+        the exact KL(π ‖ π_ref) to a `reference`, or in its place the `divergence` of π and π_ref.
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
@@ -66,7 +68,8 @@ class PolicyModel(RowReader):
             other = None if reference is None else reference(compact)
         product, targets = self._product(compact), compact.targets
         options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
-        columns = token_log_probs(product, targets, with_entropy=with_entropy, reference=other, **options)._asdict()
+        compared: dict[str, Any] = {"reference": other, "divergence": divergence}
+        columns = token_log_probs(product, targets, with_entropy=with_entropy, **compared, **options)._asdict()
         if with_sum_pi_squared:
             columns["sum_pi_squared"] = sum_pi_squared(product, **options)
         if with_hits:

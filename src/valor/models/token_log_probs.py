@@ -4,6 +4,7 @@ Shapes: N tokens, H hidden size, V vocabulary. The head is multiplied in the dty
 after it is float32, a few rows at a time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from valor.models.linear import product, weight_gradient
 # (small enough on a CPU to stay in its cache). In elements, per device type.
 _PRODUCT_ELEMENTS = {"cpu": 2**27, "cuda": 2**29}
 _SOFTMAX_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+
+# Of two distributions, log-probs [n, V] each, a number [n] each with a gradient in the first.
+Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,29 @@ class LogitMap:
 
 class HeadProduct(NamedTuple):
     """hidden [N, H] · weight [V, H]ᵀ + bias [V], of which only some rows at a time are ever computed. Without a weight
-    hidden [N, V] is the product already."""
+    hidden [N, V] is the product already.
+
+    logit_map, temperature: how a reference's product becomes its distribution; None: as the policy's does.
+    """
 
     hidden: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
+    logit_map: LogitMap | None = None
+    temperature: float | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.weight) if self.weight is not None else self.hidden.shape[1]
+
+    def first(self, tokens: int) -> "HeadProduct":
+        """That of the first `tokens` of the vocabulary alone; others are what a head is filled up with."""
+        if tokens == self.vocabulary:
+            return self
+        assert tokens < self.vocabulary, "a reference knows every token of the policy"
+        if self.weight is None:
+            return self._replace(hidden=self.hidden[:, :tokens])
+        return self._replace(weight=self.weight[:tokens], bias=None if self.bias is None else self.bias[:tokens])
 
     def rows(self, rows: slice) -> Tensor:
         """A new tensor [n, V]."""
@@ -51,12 +73,12 @@ class HeadProduct(NamedTuple):
 
     def rows_per(self, elements: dict[str, int]) -> int:
         """How many rows have so many `elements`, by type of device."""
-        vocab = len(self.weight) if self.weight is not None else self.hidden.shape[1]
-        return max(1, elements["cpu" if self.hidden.device.type == "cpu" else "cuda"] // vocab)
+        return max(1, elements["cpu" if self.hidden.device.type == "cpu" else "cuda"] // self.vocabulary)
 
 
 class TokenNumbers(NamedTuple):
-    """Of N positions, each [N] float32: log π of the target; if asked, π's entropy and KL(π ‖ π_ref)."""
+    """Of N positions, each [N] float32: log π of the target; if asked, π's entropy and KL(π ‖ π_ref), or the divergence
+    asked for in its place."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -71,15 +93,18 @@ def token_log_probs(
     logit_map: LogitMap | None = None,
     with_entropy: bool = False,
     reference: HeadProduct | None = None,
+    divergence: Divergence | None = None,
 ) -> TokenNumbers:
-    """Numbers of π = softmax(logits / temperature) at `targets` [N]; with a `reference`, the exact KL to it.
+    """Numbers of π = softmax(logits / temperature) at `targets` [N]; with a `reference`, the exact KL to it, or the
+    `divergence` of π and it.
 
-    Differentiable in the product's hidden, weight and bias; the reference is a constant, under the same logit map.
+    Differentiable in the product's hidden, weight and bias; the reference is a constant.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    reference = reference and reference.first(product.vocabulary)
     log_probs, entropy, full_kl = _TokenLogProbs.apply(
-        *product, targets, temperature, logit_map or LogitMap(), with_entropy, reference
+        *product[:3], targets, temperature, logit_map or LogitMap(), with_entropy, reference, divergence
     )
     return TokenNumbers(log_probs, entropy if with_entropy else None, full_kl if reference else None)
 
@@ -118,6 +143,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logit_map: LogitMap,
         with_entropy: bool,
         reference: HeadProduct | None,
+        divergence: Divergence | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, head = len(hidden), HeadProduct(hidden, weight, bias)
         product_rows, block_rows = (head.rows_per(size) for size in (_PRODUCT_ELEMENTS, _SOFTMAX_ELEMENTS))
@@ -126,6 +152,7 @@ class _TokenLogProbs(torch.autograd.Function):
         full_kl = hidden.new_empty(n if reference else 0, dtype=torch.float32)
         product: Tensor | None = None
         other: Tensor | None = None
+        of_reference = _read_by(reference, temperature, logit_map)
         for start in range(0, n, product_rows):
             rows = slice(start, start + product_rows)
             product = head.rows(rows)
@@ -140,10 +167,14 @@ class _TokenLogProbs(torch.autograd.Function):
                 if with_entropy:
                     entropy[rows] = -(log_p.exp().mul_(log_p)).sum(1)
                 if other is not None:
-                    gap = log_p - _log_softmax(other[block], temperature, logit_map).clamp_(min=LOWEST_LOG_PROB)
-                    full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
+                    log_q = _log_softmax(other[block], *of_reference).clamp_(min=LOWEST_LOG_PROB)
+                    if divergence is not None:
+                        full_kl[rows] = divergence(log_p, log_q)
+                    else:
+                        gap = log_p - log_q
+                        full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, full_kl)
-        ctx.reference = reference
+        ctx.reference, ctx.divergence = reference, divergence
         ctx.products = (product, other) if n <= product_rows else None
         ctx.options = (temperature, logit_map, product_rows, block_rows)
         return log_probs, entropy, full_kl
@@ -153,6 +184,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, full_kl = ctx.saved_tensors
         temperature, logit_map, product_rows, block_rows = ctx.options
         reference: HeadProduct | None = ctx.reference
+        of_reference = _read_by(reference, temperature, logit_map)
         grad_log_probs, grad_entropy, grad_full_kl = grads  # zeros where nothing was read of one
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         products, ctx.products = ctx.products, None  # overwritten below; a second backward pass recomputes them
@@ -170,13 +202,18 @@ class _TokenLogProbs(torch.autograd.Function):
             for at in range(0, len(delta), block_rows):
                 block = delta[at : at + block_rows]
                 inner = slice(start + at, start + at + len(block))
-                pulls = []
+                pulls, more = [], None
                 if len(grad_entropy):
                     pulls.append((None, entropy[inner], -grad_entropy[inner]))
                 if other is not None:
-                    pulls.append((other[at : at + block_rows], -full_kl[inner], grad_full_kl[inner]))
+                    log_q = _log_softmax(other[at : at + block_rows], *of_reference).clamp_(min=LOWEST_LOG_PROB)
+                    if ctx.divergence is None:
+                        pulls.append((log_q, -full_kl[inner], grad_full_kl[inner]))
+                    else:
+                        log_p = _log_softmax(block, temperature, logit_map)
+                        more = _divergence_gradient(ctx.divergence, log_p, log_q, grad_full_kl[inner])
                 block.copy_(
-                    _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, temperature, logit_map)
+                    _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, more, temperature, logit_map)
                 )
             if grad_hidden is not None:
                 grad_hidden[rows] = delta if weight is None else product(delta, weight.t())
@@ -189,7 +226,14 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if need_bias and bias is not None:
             grad_bias = torch.zeros_like(bias) if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _read_by(reference: HeadProduct | None, temperature: float, logit_map: LogitMap) -> tuple[float, LogitMap]:
+    """Temperature and logit map of a reference's distribution."""
+    if reference is None:
+        return temperature, logit_map
+    return reference.temperature or temperature, reference.logit_map or logit_map
 
 
 def _log_softmax(product: Tensor, temperature: float, logit_map: LogitMap) -> Tensor:
@@ -205,13 +249,14 @@ def _logit_gradient(
     targets: Tensor,
     grad_log_probs: Tensor,
     pulls: list[tuple[Tensor | None, Tensor, Tensor]],
+    more: Tensor | None,
     temperature: float,
     logit_map: LogitMap,
 ) -> Tensor:
     """d loss / d product of a block, float32.
 
-    d log p_t / d z_j = [j = t] - p_j, for z = logits / temperature. `pulls` are (product of q, -KL, d loss / d KL):
-    d KL(p ‖ q) / d z_j = p_j (log p_j - log q_j - KL); the entropy is -KL for log q = 0.
+    d log p_t / d z_j = [j = t] - p_j, for z = logits / temperature. `pulls` are (log q, -KL, d loss / d KL):
+    d KL(p ‖ q) / d z_j = p_j (log p_j - log q_j - KL); the entropy is -KL for log q = 0. more: a further d loss / d z.
     """
     log_p = _log_softmax(product, temperature, logit_map)
     if not pulls:
@@ -219,13 +264,13 @@ def _logit_gradient(
     else:
         delta = -grad_log_probs[:, None]
         log_p.clamp_(min=LOWEST_LOG_PROB)
-        for other, minus_kl, grad in pulls:
-            gap = log_p
-            if other is not None:
-                gap = log_p - _log_softmax(other, temperature, logit_map).clamp_(min=LOWEST_LOG_PROB)
+        for log_q, minus_kl, grad in pulls:
+            gap = log_p if log_q is None else log_p - log_q
             delta = (gap + minus_kl[:, None]).mul_(grad[:, None]).add_(delta)
         delta.mul_(log_p.exp_())
     delta.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(delta.dtype))
+    if more is not None:
+        delta.add_(more)
     if temperature != 1.0:
         delta.div_(temperature)
     if logit_map.softcap is not None:
@@ -234,6 +279,14 @@ def _logit_gradient(
     if logit_map.scale != 1.0:
         delta.mul_(logit_map.scale)
     return delta
+
+
+def _divergence_gradient(divergence: Divergence, log_p: Tensor, log_q: Tensor, grad: Tensor) -> Tensor:
+    """d loss / d z of a block, float32: g_j - p_j Σ_k g_k for g = d loss / d log p."""
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        (g,) = torch.autograd.grad(divergence(leaf, log_q), leaf, grad)
+    return g.sub_(log_p.exp_().mul_(g.sum(1, keepdim=True)))
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:

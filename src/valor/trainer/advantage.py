@@ -113,6 +113,7 @@ def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
         or algorithm.adv_estimator != "gae"
         or algorithm.gae_unit != "token"
         or algorithm.use_kl_in_reward
+        or config.distillation.as_reward
         or algorithm.reward_source == "critic"
         or algorithm.reward_mask_ratio > 0
         or algorithm.truncation_bootstrap

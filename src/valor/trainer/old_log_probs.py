@@ -30,7 +30,7 @@ class OldLogProbs:
         correction, inputs = config.algorithm.rollout_correction, ADVANTAGES[config.algorithm.adv_estimator].parameters
         updates = config.updates_per_step(config.actor_rollout_ref.actor)
         acts = correction.weighs or correction.rollout_rs is not None
-        reads = config.algorithm.use_kl_in_reward or acts or "old_log_probs" in inputs
+        reads = config.algorithm.use_kl_in_reward or config.distillation.as_reward or acts or "old_log_probs" in inputs
         reads |= config.trainer.v1.runs_ahead  # how far samples are off-policy is measured in any case
         self.bypass = correction.bypass_mode
         self.on_policy = updates == 1 and not self.bypass

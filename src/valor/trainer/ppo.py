@@ -32,6 +32,7 @@ from valor.trainer.phases.standard import phases_of
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.step_metrics import throughput_metrics
+from valor.trainer.teachers import check_routes
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.host import Tracer
@@ -57,6 +58,7 @@ class PPORun(Run):
             self.inputs = inputs = RunInputs(config)
         check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
+        check_routes(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps
         self.schedule = Schedule(phases_of(config))

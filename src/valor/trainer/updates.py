@@ -9,6 +9,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
+from valor.config.distillation import DistillationConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import shuffled
@@ -114,6 +115,7 @@ class Updates:
         actor, names = self.config.actor_rollout_ref.actor, [name for name in _ACTOR_COLUMNS if name in batch]
         names += ["old_log_probs"] * (not self.old.on_policy)
         names += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
+        names += teacher_columns(self.config.distillation)
         names += ["turn_ids"] * ("turn_ids" in self._loss.parameters)
         # Before the first update the weights are still those that sampled: the gap can be measured for free.
         measures_gap = first and not self.old.recompute
@@ -212,6 +214,13 @@ class Critics:
                 rows = rows.take([row for number in (shard == member).nonzero() for row in episodes.rows[number]])
             metrics.append(self.updates.run("critic", rows, step, member=member))
         return mean_over_updates(metrics) | {"critic/frozen": 0.0}
+
+
+def teacher_columns(config: DistillationConfig) -> list[str]:
+    """Of the teachers, what the actor's update reads."""
+    if config.of_distributions:
+        return ["teacher"]
+    return ["teacher_log_probs"] if config.enabled and not config.as_reward else []
 
 
 def named(role: str, updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The policy: log-probs of given responses and the PPO-style update, one optimizer step a call."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,14 +12,17 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from valor import algorithms
 from valor.algorithms import load_custom
 from valor.config import ActorConfig, PPOConfig
+from valor.config.distillation import DistillationLossConfig
 from valor.data.batch import Batch
 from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
 from valor.models.states import StateProjection
+from valor.models.token_log_probs import Divergence
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
+from valor.tracking.metrics import reduce_metrics
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
@@ -33,6 +37,7 @@ class ActorWorker(ModelRole):
         load_custom(config.algorithm.custom_path)
         shared, self.loss_mode, self.seed = config.actor_rollout_ref, config.policy_loss, config.trainer.seed
         actor, rollout = self.config, self._rollout = shared.actor, shared.rollout
+        self.distillation = config.distillation
         self._generator = keyed_generator(self.seed)  # of losses that draw; a new one for each update
         self._log_prob_limits = {"max_tokens": rollout.log_prob_max_token_len_per_gpu, "max_rows": rollout.max_rows}
         self._store: TCPStore | None = None
@@ -72,17 +77,20 @@ class ActorWorker(ModelRole):
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self.data_parallel_rank)
-        with self.on_device(optimizer=True), self._reference(config.exact_kl_loss) as reference:
-            return self.optimize(
-                mini_batch,
-                self._loss,
-                advance_schedule=meta["last_of_step"],
-                max_tokens=config.ppo_max_token_len_per_gpu,
-                max_rows=config.max_rows,
-                temperature=meta["temperature"],
-                with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
-                reference=reference,
-            )
+        options: dict[str, Any] = {
+            "max_tokens": config.ppo_max_token_len_per_gpu,
+            "max_rows": config.max_rows,
+            "temperature": meta["temperature"],
+            "with_entropy": config.entropy_coeff != 0 or config.calculate_entropy,
+            "divergence": teacher_divergence(self.distillation.distillation_loss),
+        }
+        with self.on_device(optimizer=True) as engine:
+            metrics = []
+            for rows, compared in self._passes(mini_batch):
+                with compared as reference:
+                    metrics.append(engine.forward_backward(rows, self._loss, reference=reference, **options))
+            step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
+        return self.sum_over_ranks(reduce_metrics(metrics)) | step
 
     @Dispatch("all", light=True)
     def version(self) -> int:
@@ -119,29 +127,58 @@ class ActorWorker(ModelRole):
         """The reference policy of this process, for the exact KL: it lives here, so that no distribution travels."""
         return self._context.roles["ref"].reference() if needed else nullcontext()
 
-    def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Policy loss − entropy bonus + KL loss of some rows, already divided by the mini-batch's global counts."""
-        config = self.config
-        log_probs, mask = outputs["log_probs"], rows["response_mask"]
+    def _passes(self, rows: Batch) -> Iterator[tuple[Batch, AbstractContextManager[Reference | None]]]:
+        """The rows of an update, and the policy whose distributions their pass reads: a pass for each teacher."""
+        if not self.distillation.of_distributions:
+            yield rows, self._reference(self.config.exact_kl_loss)
+            return
+        teachers = [role for name, role in self._context.roles.items() if name.partition("_")[0] == "teacher"]
+        for number, teacher in enumerate(teachers):
+            several = len(teachers) > 1
+            yield (rows.take((rows["teacher"] == number).nonzero()[:, 0]) if several else rows), teacher.reference()
+
+    def _policy_loss(self, log_probs: Tensor, rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of advantages, those of the task and those that the teacher's judgement of a token is."""
+        advantages = rows["advantages"]
+        if self.distillation.as_advantage:
+            signal = -self.distillation.coefficient * self._divergence({"log_probs": log_probs.detach()}, rows)
+            advantages = signal if self.distillation.replaces_advantages else advantages + signal
         counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
-        sequence_lengths = rows.tensors.get("sequence_lengths")
         pg_loss, metrics = algorithms.policy_loss(
             self.loss_mode,
             log_probs=log_probs,
             old_log_probs=rows.tensors.get("old_log_probs"),
-            advantages=rows["advantages"],
-            response_mask=mask,
+            advantages=advantages,
+            response_mask=rows["response_mask"],
             rollout_is_weights=rows.tensors.get("rollout_is_weights"),
-            sequence_lengths=sequence_lengths,
+            sequence_lengths=rows.tensors.get("sequence_lengths"),
             turn_ids=rows.tensors.get("turn_ids"),
             sequence_log_ratio=rows.tensors.get("sequence_log_ratio"),
-            **policy_loss_options(config, self.loss_mode, self._generator),
+            **policy_loss_options(self.config, self.loss_mode, self._generator),
             **counts,
         )
-        metrics = {**metrics, "pg_loss": pg_loss.detach()}
+        return pg_loss, {**metrics, "pg_loss": pg_loss.detach()}
+
+    def _divergence(self, outputs: dict[str, Tensor], rows: Batch) -> Tensor:
+        """[B, T] how far the policy is from its teacher at each token."""
+        loss = self.distillation.distillation_loss
+        if loss.of_distributions:
+            return outputs["full_kl"]
+        columns = outputs["log_probs"], rows["teacher_log_probs"]
+        return algorithms.sampled_divergence(*columns, **sampled_options(loss))
+
+    def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Policy loss − entropy bonus + KL loss + distance to the teacher of some rows, already divided by the
+        mini-batch's global counts."""
+        config, teach = self.config, self.distillation
+        log_probs, mask = outputs["log_probs"], rows["response_mask"]
+        counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
+        sequence_lengths = rows.tensors.get("sequence_lengths")
+        loss, metrics = log_probs.new_zeros(()), dict[str, Tensor]()
+        if teach.as_advantage or not teach.replaces_advantages:
+            loss, metrics = self._policy_loss(log_probs, rows)
         if "old_log_probs" in rows:
             metrics |= algorithms.ratio_metrics(log_probs, rows["old_log_probs"], mask, counts["num_tokens"])
-        loss = pg_loss
         denominator = algorithms.loss_denominator(config.loss_agg_mode, **counts)
         aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)
         if (entropy := outputs.get("entropy")) is not None:
@@ -155,18 +192,41 @@ class ActorWorker(ModelRole):
             loss = loss + config.positive_nll_coef * nll
             metrics["positive_nll"] = nll.detach()
         if config.use_kl_loss:
-            kl = outputs.get("full_kl")
+            kl = None if teach.of_distributions else outputs.get("full_kl")
             if kl is None:
                 kl = algorithms.kl_penalty(log_probs, rows["ref_log_probs"], kind=config.kl_loss_type)
             kl_loss = algorithms.aggregate_loss(kl, *aggregate)
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
+        if teach.enabled and not teach.as_reward:
+            gap = self._divergence(outputs, rows)
+            distance = algorithms.aggregate_loss(gap, *aggregate)
+            loss = loss if teach.as_advantage else loss + teach.coefficient * distance
+            metrics["actor/distillation/loss"] = distance.detach()
         metrics["loss"] = loss.detach()
         if "rollout_log_probs" in rows:  # the weights are still those that sampled: measure the gap
             metrics |= algorithms.mismatch_sums(
                 log_probs.detach(), rows["rollout_log_probs"], mask, counts["num_tokens"]
             )
         return loss, metrics
+
+
+def teacher_divergence(config: DistillationLossConfig) -> Divergence | None:
+    """What a pass that reads a teacher's distributions computes; None: the exact reverse KL, or nothing."""
+    kind, limits = config.loss_mode.removesuffix("_topk"), _limits(config)
+    topk = config.topk if kind != config.loss_mode else None
+    if not config.of_distributions or (kind == "reverse_kl" and topk is None and not any(limits.values())):
+        return None
+    return partial(algorithms.divergence, kind=kind, topk=topk, beta=config.beta, add_tail=config.add_tail, **limits)
+
+
+def sampled_options(config: DistillationLossConfig) -> dict[str, Any]:
+    """Options of `algorithms.sampled_divergence`."""
+    return {"kind": config.loss_mode, **_limits(config)}
+
+
+def _limits(config: DistillationLossConfig) -> dict[str, float | None]:
+    return {"log_prob_min": config.log_prob_min_clamp, "limit": config.loss_max_clamp}
 
 
 def policy_loss_options(

@@ -12,6 +12,7 @@ from valor.workers.probe import ProbeCritic
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
 from valor.workers.rollout import RolloutWorker
+from valor.workers.teacher import TeacherWorker
 
 
 def critic_names(config: PPOConfig) -> list[str]:
@@ -26,8 +27,8 @@ class Role:
     worker: the class of its ranks, built from the configuration, RunFacts, and its number in `members`. section: its
     part of the configuration. wanted: whether a run has the role. steps: in how many of a run's steps it learns, over
     which learning rates are scheduled; None: it does not train, and can be built again after a death. movable:
-    `resource_pools` may give it processes of its own. members: how many of them learn side by side, each a role. kinds:
-    classes in place of `worker`, by the section's `kind`.
+    `resource_pools` may give it processes of its own. members: how many of them there are side by side, each a role.
+    kinds: classes in place of `worker`, by the section's `kind`.
     """
 
     worker: type
@@ -58,6 +59,12 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
     "ref": Role(
         ReferenceWorker, lambda config: config.actor_rollout_ref.ref, wanted=lambda config: config.needs_reference
     ),
+    "teacher": Role(
+        TeacherWorker,
+        lambda config: config.distillation,
+        wanted=lambda config: config.distillation.enabled,
+        members=lambda config: len(config.distillation.teacher_models),
+    ),
     "critic": Role(
         CriticWorker,
         lambda config: config.critic,
@@ -72,6 +79,11 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
         wanted=lambda config: config.reward.reward_model.is_role,
     ),
 }
+
+
+def teacher_names(config: PPOConfig) -> list[str]:
+    """The teachers' roles, in the order of `distillation.teacher_models`: `teacher`, `teacher_2`, …; none without."""
+    return ROLES["teacher"].names(config, "teacher") if ROLES["teacher"].wanted(config) else []
 
 
 def role_specs(

@@ -160,7 +160,6 @@ def test_spellings_without_effect_say_why(given):
         ("critic.checkpoint.load_contents=[model,optimizer]", "a checkpoint is always read as a whole"),
         ("critic.checkpoint.async_save=true", "saving is done before the next step"),
         ("reward.reward_manager.source=importlib", "managers are built in"),
-        ("distillation.enabled=True", "distillation is not supported"),
     ],
 )
 def test_features_that_are_not_there_are_refused(given, reason):
@@ -260,7 +259,13 @@ algorithm: filter_groups.metric filter_groups.max_num_gen_batches rollout_correc
 algorithm: rollout_correction.rollout_is_threshold rollout_correction.rollout_is_batch_normalize
 algorithm: rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold rollout_correction.bypass_mode
 algorithm: rollout_correction.loss_type filter_groups.max_inflight_gen_batches
-distillation: enabled
+distillation: enabled n_gpus_per_node nnodes teacher_key teacher_models.teacher_model.key
+distillation: teacher_models.teacher_model.model_path teacher_models.teacher_model.num_replicas
+distillation: teacher_models.teacher_model.inference.temperature distillation_loss.loss_mode distillation_loss.topk
+distillation: distillation_loss.use_task_rewards distillation_loss.distillation_loss_coef
+distillation: distillation_loss.loss_max_clamp distillation_loss.log_prob_min_clamp
+distillation: distillation_loss.use_policy_gradient distillation_loss.policy_loss_mode distillation_loss.clip_ratio
+distillation: distillation_loss.clip_ratio_low distillation_loss.clip_ratio_high
 transfer_queue: enable
 trainer: use_v1 v1.trainer_mode balance_batch total_epochs total_training_steps project_name experiment_name logger
 trainer: log_val_generations rollout_data_dir validation_data_dir nnodes n_gpus_per_node save_freq test_freq

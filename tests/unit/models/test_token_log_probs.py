@@ -1,11 +1,12 @@
 """The blockwise log-probabilities against plain log_softmax, values and gradients."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from valor.algorithms import full_kl_from_logits
+from valor.algorithms import divergence, full_kl_from_logits
 from valor.models import token_log_probs as module
 from valor.models.token_log_probs import HeadProduct, LogitMap, token_log_probs
 
@@ -86,7 +87,7 @@ def test_the_exact_kl_equals_that_of_whole_logits_with_its_gradient(temperature,
     )
     expected = full_kl_from_logits(
         plain_logits(hidden, weight, offset, temperature, logit_map),
-        plain_logits(*reference, temperature, logit_map),
+        plain_logits(*reference[:3], temperature, logit_map),
     )
     assert expected.min() > 0.1
     torch.testing.assert_close(got.full_kl, expected, rtol=1e-5, atol=1e-5)
@@ -177,3 +178,36 @@ def test_temperature_must_be_positive():
     hidden, weight, _, targets, _ = problem(bias=False)
     with pytest.raises(ValueError, match="temperature"):
         token_log_probs(HeadProduct(hidden, weight, None), targets, temperature=0.0)
+
+
+@pytest.mark.usefixtures("chunking")
+@pytest.mark.parametrize("options", [{"kind": "forward_kl"}, {"kind": "jsd", "beta": 0.3, "topk": 3}])
+def test_a_teacher_with_more_tokens_a_temperature_and_a_logit_map_of_its_own(options):
+    hidden, weight, offset, targets, upstream = problem()
+    other = [x.detach() for x in problem(seed=1)[:3]]
+    mine, theirs = LogitMap(1.3, 2.0), LogitMap(0.7)
+    filled_up = [
+        other[0],
+        torch.cat([other[1], torch.ones(5, other[1].shape[1])]),
+        torch.cat([other[2], torch.ones(5)]),
+    ]
+    got = token_log_probs(
+        HeadProduct(hidden, weight, offset),
+        targets,
+        temperature=0.6,
+        logit_map=mine,
+        with_entropy=True,
+        reference=HeadProduct(*filled_up, logit_map=theirs, temperature=1.7),
+        divergence=partial(divergence, **options),
+    )
+    student = plain_logits(hidden, weight, offset, 0.6, mine).log_softmax(-1)
+    teacher = plain_logits(*other, 1.7, theirs).log_softmax(-1)
+    expected = divergence(student, teacher, **options)
+    torch.testing.assert_close(got.full_kl, expected, rtol=1e-5, atol=1e-5)
+    log_probs, entropy = plain(hidden, weight, offset, targets, 0.6, mine)
+    a, b = (
+        torch.autograd.grad(x @ upstream[0] + y @ upstream[1] + z.sum(), (hidden, weight, offset))
+        for x, y, z in ((got.full_kl, got.entropy, got.log_probs), (expected, entropy, log_probs))
+    )
+    for found, plainly in zip(a, b, strict=True):
+        torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-5)

@@ -99,7 +99,8 @@ def _estimator(config: PPOConfig) -> Iterator[str]:
             ),
             f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least "
             f"{needs.min_group_size}, it is {n}": n < needs.min_group_size
-            and not ("singleton" in options and algorithm.singleton == "raw"),
+            and not ("singleton" in options and algorithm.singleton == "raw")
+            and not config.distillation.replaces_advantages,
             f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
             "algorithm.rollout_correction.bypass_mode=false": (
                 correction.bypass_mode and (needs.needs_sum_pi_squared or weighs_returns)

@@ -16,6 +16,7 @@ from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.phases.old_log_probs import correction_plan
 from valor.trainer.phases.training_rows import CHOSEN, trained
+from valor.trainer.updates import teacher_columns
 from valor.workers.actor import policy_loss_options
 
 
@@ -33,6 +34,7 @@ class UpdateActor(Phase):
         actor = config.actor_rollout_ref.actor
         more = ["old_log_probs"] * (not OldLogProbs(config).on_policy)
         more += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
+        more += teacher_columns(config.distillation)
         self.reads = self.reads | {*more}
 
     @classmethod

@@ -1,0 +1,140 @@
+"""`distillation`: teachers that score what the policy samples, and what their judgement does to its update."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from valor.config.actor import KLEstimator, RefConfig
+from valor.config.base import PathStr, Section, Share, key, section
+from valor.config.engine import RefFSDPConfig
+
+DivergenceMode = Literal[
+    "forward_kl", "reverse_kl", "jsd", "forward_kl_topk", "reverse_kl_topk", "jsd_topk"
+]  # of whole distributions
+_TOPK = ".loss_mode=forward_kl_topk or .loss_mode=reverse_kl_topk or .loss_mode=jsd_topk"
+
+
+class DistillationLossConfig(Section):
+    """How far the policy is from its teacher at a token, and how that becomes part of the update."""
+
+    loss_mode: KLEstimator | DivergenceMode = "k3"
+    """Estimator of the reverse KL from sampled tokens; or divergence of whole distributions (*_topk: some tokens)."""
+    beta: Share = key(0.5, ".loss_mode=jsd or .loss_mode=jsd_topk")
+    """jsd: weight of the teacher's half, and of the teacher in the mixture (0 forward KL, 1 reverse KL)."""
+    topk: PositiveInt = key(32, _TOPK)
+    """*_topk: tokens of each position, those that the teacher finds likeliest."""
+    add_tail: bool = key(True, _TOPK)
+    """*_topk: all other tokens are one more; false leaves them out, as verl does."""
+    use_task_rewards: bool = True
+    """Also learn from the task's reward; false: from the teacher alone."""
+    distillation_loss_coef: NonNegativeFloat = key(1.0, ".use_task_rewards")
+    """Weight of the teacher beside the task's reward."""
+    loss_max_clamp: PositiveFloat | None = None
+    """Largest size of a token's divergence; null sets no limit."""
+    log_prob_min_clamp: float | None = None
+    """Log-probs below this one count as it in the divergence; null: as they are."""
+    use_policy_gradient: bool = False
+    """The negative divergence of a sampled token is a signal of the policy loss; false: its gradient is the loss's."""
+    signal: Literal["advantage", "reward"] = key("advantage", ".use_policy_gradient")
+    """The signal is added to the token's advantage, or to its reward, from which adv_estimator makes advantages."""
+
+    @property
+    def of_distributions(self) -> bool:
+        """Whether the divergence is that of whole distributions."""
+        return self.loss_mode.startswith(("forward_kl", "reverse_kl", "jsd"))
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.log_prob_min_clamp is not None and self.log_prob_min_clamp >= 0:
+            yield f"{at}log_prob_min_clamp={self.log_prob_min_clamp:g}: log-probs are below 0, set such as -10"
+        mode = f"{at}loss_mode={self.loss_mode}"
+        if self.use_policy_gradient and self.of_distributions:
+            yield (
+                f"{mode} is about every token, and {at}use_policy_gradient=true about the sampled one: set "
+                "use_policy_gradient=false, or loss_mode=k1"
+            )
+        if not self.use_policy_gradient and self.loss_mode in ("kl", "k1"):
+            yield (
+                f"{mode} has a gradient that knows nothing of the teacher: set {at}use_policy_gradient=true, or "
+                "loss_mode=k2 or k3"
+            )
+
+
+class TeacherConfig(Section):
+    """A teacher, which reads the policy's tokens."""
+
+    model_path: PathStr | None = None
+    """Hugging Face hub id or local directory, of the policy's tokenizer."""
+    temperature: PositiveFloat | None = None
+    """Temperature of its distribution; null is that of the rollout."""
+    trust_remote_code: bool = False
+    """Run Python code that the model directory brings along."""
+    override_config: dict[str, Any] = key({})
+    """Attributes of its Hugging Face config to replace."""
+    key: str | None = None
+    """With several teachers: the rows that are this one's, by their value of teacher_key."""
+
+
+class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
+    """On-policy distillation: the policy learns from teachers that score each of its tokens."""
+
+    enabled: bool = False
+    """Learn from teachers."""
+    teacher_models: dict[str, TeacherConfig] = key({})
+    """Teachers by names of yours: {math: {key: openai/gsm8k, model_path: DIR}}; one alone needs no key."""
+    teacher_key: str = "data_source"
+    """Several teachers: data_source, or the entry of a row's extra_info, that says which one a row has."""
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
+    nnodes: NonNegativeInt = 0
+    """Nodes of a pool for the teachers; 0: they live in the actor's processes."""
+    n_gpus_per_node: PositiveInt = key(8, ".nnodes")
+    """Devices per node of that pool."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        teachers, loss = self.teacher_models, self.distillation_loss
+        if not teachers:
+            yield f"{at}enabled=true has no teacher: set {at}teacher_models.teacher_model.model_path"
+        for name, teacher in teachers.items():
+            if teacher.model_path is None:
+                yield f"{at}teacher_models.{name} has no model: set {at}teacher_models.{name}.model_path"
+            if len(teachers) > 1 and teacher.key is None:
+                yield f"{at}teacher_models.{name}.key is not set: say which rows ({at}teacher_key) are this teacher's"
+        for value, count in Counter(teacher.key for teacher in teachers.values()).items():
+            if count > 1 and value is not None:
+                yield f"{at}teacher_models: {count} teachers have the key '{value}': give each rows of its own"
+        if self.nnodes and loss.of_distributions:
+            yield (
+                f"{at}distillation_loss.loss_mode={loss.loss_mode} compares whole distributions, beside the actor: set "
+                f"{at}nnodes=0, or an estimator such as loss_mode=k3"
+            )
+
+    @property
+    def of_distributions(self) -> bool:
+        """Whether the actor's passes read the teachers' whole distributions."""
+        return self.enabled and self.distillation_loss.of_distributions
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether teachers give log-probs of the sampled tokens."""
+        return self.enabled and not self.distillation_loss.of_distributions
+
+    @property
+    def as_reward(self) -> bool:
+        """Whether the teachers' signal is a reward of each token."""
+        return self.enabled and self.distillation_loss.use_policy_gradient and self.distillation_loss.signal == "reward"
+
+    @property
+    def as_advantage(self) -> bool:
+        """Whether it is added to advantages."""
+        return self.enabled and self.distillation_loss.use_policy_gradient and not self.as_reward
+
+    @property
+    def replaces_advantages(self) -> bool:
+        """Whether what `algorithm.adv_estimator` computes is not learnt from."""
+        return self.enabled and not self.distillation_loss.use_task_rewards and not self.as_reward
+
+    @property
+    def coefficient(self) -> float:
+        """Weight of the teacher's signal."""
+        return self.distillation_loss.distillation_loss_coef if self.distillation_loss.use_task_rewards else 1.0

@@ -1,0 +1,130 @@
+"""Teachers: the log-probs that they give the sampled tokens, and what these are worth as rewards."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from valor import algorithms
+from valor.algorithms import ADVANTAGES
+from valor.config import PPOConfig
+from valor.data.batch import Batch
+from valor.models.rows import ROW_FIELDS
+from valor.tracking.progress import phase
+from valor.trainer.phases.base import Metrics, Phase, where_true
+from valor.trainer.teachers import routed
+from valor.workers.actor import sampled_options
+from valor.workers.roles import teacher_names
+
+TEACHER = "teacher"  # column [B]: number of each row's teacher
+
+
+class Teachers(Phase):
+    """Which teacher each row has, and what the step's update cannot be combined with."""
+
+    name = "teachers"
+    timer = "teacher"
+    reads = frozenset(("data_source", "extra_info"))
+    adds = frozenset((TEACHER,))
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.enabled
+
+    @classmethod
+    def contradictions(cls, config: PPOConfig) -> Iterator[str]:
+        teach, algorithm, actor = config.distillation, config.algorithm, config.actor_rollout_ref.actor
+        mode = f"distillation.distillation_loss.loss_mode={teach.distillation_loss.loss_mode}"
+        as_reward = "distillation.distillation_loss.signal=reward"
+        estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        staged = actor.strategy == "megatron" and actor.megatron.pipeline_model_parallel_size > 1
+        pooled = any("teacher" in pool.roles for pool in config.pools.values())
+        yield from where_true(
+            {
+                f"{mode} compares whole distributions, and so does actor_rollout_ref.actor.kl_loss_type=full: set that "
+                "to an estimator such as k3": teach.of_distributions and actor.exact_kl_loss,
+                f"{mode} compares whole distributions, which pipeline stages do not have: set actor_rollout_ref.actor."
+                "megatron.pipeline_model_parallel_size=1, or an estimator such as k3": teach.of_distributions
+                and staged,
+                f"{mode} compares whole distributions, beside the actor: take teacher out of resource_pools, or set an "
+                "estimator such as loss_mode=k3": teach.of_distributions and pooled,
+                f"the critic of {estimator} would learn for nothing, as distillation.distillation_loss.use_task_rewards"
+                f"=false leaves its advantages out: set {as_reward} with use_policy_gradient=true, or "
+                "algorithm.adv_estimator=grpo": teach.replaces_advantages and config.critic.enable,
+                f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
+                "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
+                f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
+                    teach.as_reward and algorithm.reward_source == "critic"
+                ),
+                f"{as_reward}: algorithm.reward_mask_ratio takes rewards away, but not the teacher's: set "
+                "signal=advantage": teach.as_reward and algorithm.reward_mask_ratio > 0,
+            }
+        )
+
+    def plan(self) -> str:
+        teach = self.config.distillation
+        names = " ".join(f"{name}={teacher.model_path}" for name, teacher in teach.teacher_models.items())
+        by = f", by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
+        return f"{names}{by}"
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        return Batch({TEACHER: routed(batch, self.config.distillation)}), {}
+
+
+class TeacherLogProbs(Phase):
+    """One pass of its teacher over each row."""
+
+    name = "teacher"
+    role = "teacher"
+    reads = frozenset((*ROW_FIELDS, TEACHER, "response_mask", "rollout_log_probs"))
+    reads_if_there = frozenset(("episode",))
+    adds = frozenset(("teacher_log_probs",))
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.of_samples
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        """Metrics: `distillation/reverse_kl`, the mean of log π − log ν over policy tokens; of several teachers also
+        `distillation/reverse_kl/<name>`."""
+        teach, number = self.config.distillation, batch[TEACHER]
+        log_probs, metrics = torch.zeros(batch["responses"].shape), Metrics()
+        with phase("teacher log-probs", len(batch), unit="sample"):
+            for index, (name, role) in enumerate(zip(teach.teacher_models, teacher_names(self.config), strict=True)):
+                rows = (number == index).nonzero()[:, 0]
+                if len(rows):
+                    log_probs[rows] = self.resources.roles[role].compute_log_probs(batch.take(rows))[
+                        "teacher_log_probs"
+                    ]
+                    if len(teach.teacher_models) > 1:
+                        metrics |= self._gap(f"/{name}", batch.take(rows), log_probs[rows])
+        return Batch({"teacher_log_probs": log_probs}), metrics | self._gap("", batch, log_probs)
+
+    def _gap(self, of: str, batch: Batch, log_probs: Tensor) -> Metrics:
+        mask = batch["response_mask"]
+        gap = algorithms.log_ratio(batch["rollout_log_probs"], log_probs)
+        return {f"distillation/reverse_kl{of}": float(algorithms.masked_mean(gap, mask))}
+
+
+class TeacherRewards(Phase):
+    """The teacher's judgement of each token as its reward, beside the task's or alone."""
+
+    name = "teacher_rewards"
+    timer = "adv"
+    reads = frozenset(("response_mask", "token_level_rewards", "old_log_probs", "teacher_log_probs"))
+    reads_if_there = frozenset(("episode",))
+    adds = frozenset(("token_level_rewards",))
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.as_reward
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        teach = self.config.distillation
+        gap = algorithms.sampled_divergence(
+            batch["old_log_probs"], batch["teacher_log_probs"], **sampled_options(teach.distillation_loss)
+        )
+        rewards = -teach.coefficient * algorithms.keep_masked(gap, batch["response_mask"])
+        if teach.distillation_loss.use_task_rewards:
+            rewards = rewards + batch["token_level_rewards"]
+        return Batch({"token_level_rewards": rewards}), {}

@@ -1,0 +1,140 @@
+"""Students that learn from teachers: every form of the signal, two teachers, a pool of their own, a resumed run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from runs import assert_same_weights, read_metrics
+from torch.distributions import Categorical, kl_divergence
+from transformers import AutoModelForCausalLM
+
+from valor.trainer.main_ppo import main
+
+LOSS = "distillation.distillation_loss"
+ALONE = ("algorithm.adv_estimator=grpo", f"{LOSS}.use_task_rewards=false")
+SIGNAL = (f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=true")
+ONE_UPDATE = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+
+
+def make_teacher(student: Path, path: Path, seed: int) -> Path:
+    """The student's model with other weights, and its tokenizer."""
+    path.mkdir()
+    for file in student.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(student)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny, tmp_path_factory) -> Path:
+    return make_teacher(tiny["model"], tmp_path_factory.mktemp("teacher") / "a", 5)
+
+
+def taught(teacher: Path, *more: str) -> list[str]:
+    return ["distillation.enabled=true", f"distillation.teacher_models.teacher_model.model_path={teacher}", *more]
+
+
+def distributions(model: Path, rows: list[dict]) -> list[Categorical]:
+    """At the response tokens of each row, by plain transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(model)
+    out = []
+    for row in rows:
+        ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
+        with torch.no_grad():
+            out.append(Categorical(logits=hf(ids).logits[0, start:-1].float()))
+    return out
+
+
+def tokens(row: dict) -> torch.Tensor:
+    return torch.tensor(row["response_ids"])
+
+
+def k3(student: Categorical, teacher: Categorical, chosen: torch.Tensor) -> torch.Tensor:
+    x = teacher.log_prob(chosen) - student.log_prob(chosen)
+    return x.exp() - 1 - x
+
+
+def jsd(student: Categorical, teacher: Categorical, beta: float) -> torch.Tensor:
+    mixture = Categorical(probs=(1 - beta) * student.probs + beta * teacher.probs)
+    return beta * kl_divergence(teacher, mixture) + (1 - beta) * kl_divergence(student, mixture)
+
+
+def of_four(student: Categorical, teacher: Categorical) -> torch.Tensor:
+    top = teacher.probs.topk(4).indices
+    parts = [
+        torch.cat([x.probs.gather(1, top), 1 - x.probs.gather(1, top).sum(1, True)], 1) for x in (teacher, student)
+    ]
+    return kl_divergence(*map(Categorical, parts))
+
+
+FORMS: dict[str, tuple[tuple[str, ...], Callable]] = {
+    "k3": ((), k3),
+    "k1 as advantage": (SIGNAL, lambda s, t, chosen: s.log_prob(chosen) - t.log_prob(chosen)),
+    "forward_kl": ((f"{LOSS}.loss_mode=forward_kl",), lambda s, t, _: kl_divergence(t, s)),
+    "reverse_kl": ((f"{LOSS}.loss_mode=reverse_kl",), lambda s, t, _: kl_divergence(s, t)),
+    "jsd": ((f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=0.3"), lambda s, t, _: jsd(s, t, 0.3)),
+    "topk": ((f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=4"), lambda s, t, _: of_four(s, t)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_distance_of_a_run_is_that_of_plain_transformers(form, tiny, teacher, overrides, tmp_path):
+    settings, distance = FORMS[form]
+    data = f"trainer.rollout_data_dir={tmp_path / 'rows'}"
+    assert main(overrides(tmp_path, *taught(teacher, *settings, *ALONE, *ONE_UPDATE, data))) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    pairs = zip(distributions(tiny["model"], rows), distributions(teacher, rows), map(tokens, rows), strict=True)
+    expected = torch.cat([distance(*pair) for pair in pairs]).mean()
+    step = next(step for step in read_metrics(tmp_path) if "actor/distillation/loss" in step)
+    assert step["actor/distillation/loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert "actor/pg_loss" in step if form == "k1 as advantage" else "actor/pg_loss" not in step
+
+
+def test_with_a_critic_the_signal_is_a_reward_and_a_resumed_run_is_the_same(teacher, overrides, tmp_path):
+    more = taught(teacher, *SIGNAL, f"{LOSS}.signal=reward", f"{LOSS}.distillation_loss_coef=0.5")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main(overrides(whole, *more, "trainer.save_freq=2")) == 0
+    checkpoint = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole / 'global_step_2'}")
+    assert main(overrides(resumed, *more, *checkpoint)) == 0
+    assert read_metrics(whole)[-2:] == read_metrics(resumed)[-2:]
+    assert_same_weights(whole, resumed)
+    for step in read_metrics(whole)[1:]:
+        assert step["critic/rewards/mean"] != pytest.approx(step["critic/score/mean"], abs=1e-3)
+
+
+def test_each_of_two_teachers_scores_its_rows(tiny, teacher, overrides, tmp_path):
+    other = make_teacher(tiny["model"], tmp_path / "b", 6)
+    table = pq.read_table(tiny["train"]).to_pylist()
+    for number, row in enumerate(table):
+        row["extra_info"] = {**(row.get("extra_info") or {}), "half": str(number % 2)}
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "train.parquet")
+    pair = [
+        "distillation.enabled=true",
+        "distillation.teacher_key=half",
+        *(f"distillation.teacher_models.t{i}.model_path={path}" for i, path in enumerate((teacher, other))),
+        *(f"distillation.teacher_models.t{i}.key='{i}'" for i in range(2)),
+        f"data.train_files={tmp_path / 'train.parquet'}",
+    ]
+    for name, more in {"samples": SIGNAL, "distributions": (f"{LOSS}.loss_mode=reverse_kl",)}.items():
+        run = tmp_path / name
+        data = f"trainer.rollout_data_dir={run / 'rows'}"
+        assert main(overrides(run, *pair, *more, *ALONE, *ONE_UPDATE, data)) == 0
+        rows = [json.loads(line) for line in (run / "rows" / "1.jsonl").read_text().splitlines()]
+        by_teacher = [distributions(path, rows) for path in (teacher, other)]
+        students, gaps = distributions(tiny["model"], rows), []
+        for number, row in enumerate(rows):
+            student, mine = students[number], by_teacher[int(row["extra_info"]["half"])][number]
+            sampled = student.log_prob(tokens(row)) - mine.log_prob(tokens(row))
+            gaps.append(sampled if name == "samples" else kl_divergence(student, mine))
+        assert {row["extra_info"]["half"] for row in rows} == {"0", "1"}
+        step = next(step for step in read_metrics(run) if "actor/distillation/loss" in step)
+        assert step["actor/distillation/loss"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
