@@ -305,6 +305,13 @@ def run(config: PPOConfig, settings: Sequence[str], gpus: int | None, nodes: int
         print(f"the pool {name} has processes of its own ({', '.join(pool.roles)}), which are not planned here")
     if expected.fits(machine):
         print("it fits")
+        roles: dict[str, Any] = {"actor_rollout_ref": config.actor_rollout_ref, "critic": config.critic}
+        if not config.critic.enable:
+            del roles["critic"]
+        on = [name for name, role in roles.items() if role.model.enable_gradient_checkpointing]
+        off = [f"{name}.model.enable_gradient_checkpointing=false" for name in on]
+        if off and estimate(load_checked([*settings, *off], PPOConfig).config, machine).fits(machine):
+            print(f"and without computing forward passes twice: {' '.join(off)}")
         return 0
     advice = remedy(settings, machine)
     fewer = "a smaller model, or more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"
