@@ -8,7 +8,7 @@ from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
 from valor.trainer.phases.critic_masks import CriticMasks
-from valor.trainer.phases.distillation import TeacherLogProbs, TeacherRewards, Teachers
+from valor.trainer.phases.distillation import SelfTeacherLogProbs, TeacherLogProbs, TeacherRewards, Teachers
 from valor.trainer.phases.measure import BatchMetrics, Samples
 from valor.trainer.phases.old_log_probs import (
     OldLogProbMetrics,
@@ -34,6 +34,7 @@ STANDARD: list[type[Phase]] = [
     ReferenceLogProbs,
     Teachers,
     TeacherLogProbs,
+    SelfTeacherLogProbs,
     Rewards,
     TeacherRewards,
     ValuesInTheUpdate,
