@@ -44,8 +44,8 @@ class UpdateConfig(Section):
 
     strategy: Strategy = "fsdp2"
     """Training engine: fsdp2 or megatron."""
-    ppo_mini_batch_size: PositiveInt = 256
-    """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
+    ppo_mini_batch_size: PositiveInt = key(256, within="data.train_batch_size")
+    """PROMPTS per optimizer step (times rollout.n samples); null, or a smaller batch: data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Most samples in a micro-batch of one process; null leaves it to the token budget."""
     use_dynamic_bsz: bool = False
@@ -127,7 +127,9 @@ class RefConfig(Section):
 class CriticConfig(
     UpdateConfig,
     strategy=inherits("actor_rollout_ref.actor.strategy"),
-    ppo_mini_batch_size=inherits("actor_rollout_ref.actor.ppo_mini_batch_size", ".freeze=false"),
+    ppo_mini_batch_size=inherits(
+        "actor_rollout_ref.actor.ppo_mini_batch_size", ".freeze=false", within="data.train_batch_size"
+    ),
     use_dynamic_bsz=follows("actor_rollout_ref.actor.use_dynamic_bsz"),
     ppo_max_token_len_per_gpu=32768,
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", ".freeze=false"),

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
+from valor.controller.placement import MAIN, Placement
+from valor.controller.threads import remember
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
@@ -37,6 +39,7 @@ class Run(ABC):
     """
 
     title: ClassVar[str] = "training"
+    placement: Placement
     roles: Pools
     trained_roles: Sequence[str]
     sampler: PromptSampler
@@ -103,6 +106,7 @@ class Run(ABC):
             if not self.finished:
                 self.record.checkpoints.check_space(self._checkpoint_bytes())
             stack.enter_context(self.record.opened(self.step, self.total_steps))
+            remember(self.record.run_dir, self.placement.pools[MAIN].num_threads)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             yield self.before_steps()
@@ -115,10 +119,10 @@ class Run(ABC):
                         metrics |= self.validate()
                     # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                     self.log(metrics)
+                    report_progress(self.step)
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
-                report_progress(self.step)
                 yield metrics
             stop.at_once = False
             self.after_steps()
