@@ -133,7 +133,7 @@ class TrainerConfig(RunConfig):
     """Validation samples to log."""
     rollout_data_dir: PathStr | None = None
     """Write every step's rollouts to this folder as jsonl."""
-    episode_data_dir: PathStr | None = key(None, "plays_episodes")
+    episode_data_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
     """Record the episodes of every step and validation in this folder, to read and to replay (agent.replay_dir)."""
     validation_data_dir: PathStr | None = key(None, "data.val_files")
     """Write every validation's samples to this folder as jsonl."""

@@ -106,6 +106,14 @@ def read_records(
         raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
 
 
+def count_rows(path: str | Path) -> int:
+    """The number of the file's rows. UserError: it cannot be read."""
+    file = existing_file(path)
+    if file.name.endswith(".parquet") and _parquet_columns(file):
+        return pq.read_metadata(file).num_rows
+    return sum(1 for _ in read_records(path, optional=()))
+
+
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()

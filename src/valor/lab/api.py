@@ -47,7 +47,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     line, with `.` or `__` between their parts, or the end of one key alone; `None` is null. TRL's names of arguments
     and settings are understood, or answered with those here.
 
-    `metrics`: of each step so far in this process, with those of the validation before the first.
+    `metrics`: of each step so far in this process; `metrics_before`: of the validation before the first.
     """
 
     words: ClassVar[str]  # of the command
@@ -90,6 +90,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
         self._explicit_keys = loaded.explicit_keys
         self.metrics: list[dict[str, Any]] = []
+        self.metrics_before: dict[str, Any] = {}
         self._run: Any = None  # the run that is under way
         self._steps: Any = None
         self._ended = False
@@ -107,6 +108,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self._open()
         try:
             metrics = self._next()
+            self.metrics.append({"training/global_step": self._last_step, **_numbers(metrics)})
         except StopIteration as end:
             if end.value:
                 raise Interrupted(end.value - 128) from None
@@ -157,20 +159,17 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             if self._ended:
                 run.resume_from = run.record.checkpoints.path(self._last_step)
             self._steps = run.steps()
-            self._next()
+            self.metrics_before = _numbers(self._next()) or self.metrics_before
             run.stop.at_once = True
 
     def _next(self) -> dict[str, Any]:
-        """The metrics of what the run yields next, kept."""
+        """The metrics of what the run yields next."""
         try:
             metrics = next(self._steps)
         except BaseException:
             self._run = self._steps = None
             raise
         self._last_step = self._run.step
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        if numbers:
-            self.metrics.append({"training/global_step": self._last_step, **numbers})
         return metrics
 
     def _loaded(self, role: str, kind: str) -> Any:
@@ -194,6 +193,10 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         if run is not None:
             shutil.rmtree(folder)
         return model.eval()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
 
 
 def _options(config: str | Path | None) -> list[str]:

@@ -1,5 +1,6 @@
 """The loop that every training run shares: start, resume, take steps, log, save, stop, export."""
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from valor.trainer.recorder import RunRecorder
 from valor.trainer.signals import StopRequest
 
 _SHOWN_CHANGES = 4  # in the one line of a refusal
+_MUCH_SPACE = 1e9  # bytes
 _SETTLE_SECONDS = 30.0  # for processes to end the call in which one of them has failed
 
 Steps = Generator[dict[str, Any], None, int]
@@ -105,6 +107,7 @@ class Run(ABC):
                 self.resume(checkpoint)
             if not self.finished:
                 self.record.checkpoints.check_space(self._checkpoint_bytes())
+                self._say_space()
             stack.enter_context(self.record.opened(self.step, self.total_steps))
             remember(self.record.run_dir, self.placement.pools[MAIN].num_threads)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
@@ -240,6 +243,19 @@ class Run(ABC):
             )
         for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
+
+    def _say_space(self) -> None:
+        """How much of the disk the run's checkpoints will take, where that is much."""
+        trainer, size = self.config.trainer, self._checkpoint_bytes()
+        later = range(self.step + 1, self.total_steps)
+        count = 1 + sum(1 for step in later if trainer.save_freq > 0 and step % trainer.save_freq == 0)
+        count = min(count, trainer.max_ckpt_to_keep or count)
+        if size * count >= _MUCH_SPACE:
+            each, free = size / 1e9, shutil.disk_usage(self.record.run_dir).free / 1e9
+            self.record.say(
+                f"disk: {count} x {each:.1f} GB of checkpoints (trainer.save_freq, trainer.max_ckpt_to_keep) and the "
+                f"exported models, {free:.0f} GB are free"
+            )
 
     def _checkpoint_bytes(self) -> int:
         return sum(self.roles[role].checkpoint_bytes() for role in self.trained_roles)
