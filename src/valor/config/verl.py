@@ -4,6 +4,7 @@ those of `valor.config.trl`, by the same rules."""
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import yaml
@@ -19,10 +20,10 @@ _SECTIONS = {
     "M": "actor_rollout_ref.model",
     "RM": "reward.reward_model",
 }
-# `KEYS -> KEY [: reason]` is read as KEY; `KEYS : reason` has no effect; `KEYS ! reason` is refused; `KEYS ? answer` is
-# a mistake whose line is the answer. The first row that fits counts. `*` stands for any rest of a key, also in the
-# target; a target that ends in a dot keeps the last name; `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row
-# is about these alone; indented lines continue a row.
+# `KEYS -> KEY [: reason]` is read as KEY, or as the first of several that the command has; `KEYS : reason` has no
+# effect; `KEYS ! reason` is refused; `KEYS ? answer` is a mistake whose line is the answer. The first row that fits
+# counts. `*` stands for any rest of a key, also in the target; a target that ends in a dot keeps the last name;
+# `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row is about these alone; indented lines continue a row.
 _TABLE = """
 *.ppo_micro_batch_size -> *.ppo_micro_batch_size_per_gpu : it counts samples of one process here
 *.log_prob_micro_batch_size -> *.log_prob_micro_batch_size_per_gpu : it counts samples of one process here
@@ -256,8 +257,8 @@ def _rows() -> Iterator[Spelling]:
         keys, _, values = keys.partition(" [")
         target, _, reason = effect.partition(" : ") if mark == "->" else ("", "", effect)
         only = yaml.safe_load(f"[{values}") if values else None
-        for pattern in re.sub(r"(\S*)\((.*?)\)", _spread, keys).split():
-            key = target + pattern.rpartition(".")[2] if target.endswith(".") else target
+        for pattern, key in product(re.sub(r"(\S*)\((.*?)\)", _spread, keys).split(), target.split() or [""]):
+            key += pattern.rpartition(".")[2] if key.endswith(".") else ""
             yield Spelling(pattern, reason, key or None, mark == "!", only, mark == "?")
 
 

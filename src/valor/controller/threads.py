@@ -11,7 +11,7 @@ import torch
 
 from valor.config import RunConfig
 from valor.tracking.console import say
-from valor.tracking.rundir import read_run_info, write_run_info
+from valor.tracking.rundir import read_run_info
 
 _SIZES = ((8, 576, 576), (64, 576, 1536))  # rows, inputs, outputs: a decoding step of a small model, and a batch of it
 _REPEATS = 4
@@ -29,11 +29,6 @@ def threads_for(trainer: RunConfig, most: int, *, measure: bool) -> int:
         return most
     before = read_run_info(Path(trainer.default_local_dir)).get("threads") if trainer.resume_mode == "auto" else None
     return min(before, most) if isinstance(before, int) else _quickest(most)
-
-
-def remember(run_dir: Path, threads: int) -> None:
-    """Note the threads of a run for those who go on with it."""
-    write_run_info(run_dir, threads=threads)
 
 
 @cache

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from valor.collector.inputs import RunInputs, check_positions
 from valor.config import CriticRunConfig, PPOConfig, RMConfig, SupervisedConfig
 from valor.config.critic_runs import CriticSearchConfig
@@ -19,7 +17,7 @@ from valor.models.load import check_critic, load_model_config, load_policy_token
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
 from valor.trainer.checks import placed
-from valor.trainer.missing import missing
+from valor.trainer.missing import are_here, missing
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
 
@@ -49,7 +47,7 @@ def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]
         yield partial(_check_batch, config)
     if isinstance(config, PPOConfig):
         yield from _ppo(config)
-    elif _is_here(config.model.path, config.model.tokenizer_path):
+    elif are_here(config.model.path, config.model.tokenizer_path):
         run: Any = RewardModelRun if isinstance(config, RMConfig) else SFTRun
         yield lambda: run(_on_few_rows(config), "")
 
@@ -60,16 +58,16 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
         yield partial(placed, config)
     if config.generator and not judge.replaces_rule:
         yield lambda: make_graders(config.reward).close()
-    if config.critic.enable and _is_here(config.critic.model.path):
+    if config.critic.enable and are_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
-    if not _is_here(policy.model.path, policy.model.tokenizer_path):
+    if not are_here(policy.model.path, policy.model.tokenizer_path):
         return
     yield partial(check_positions, config)
-    if _is_here(config.critic.model.path):
+    if are_here(config.critic.model.path):
         yield lambda: check_critic(config, load_policy_tokenizer(config))
-    if config.generator and judge.is_role and _is_here(judge.model_path):
+    if config.generator and judge.is_role and are_here(judge.model_path):
         yield partial(reward_model_kind, judge)
-    if not isinstance(config, CriticRunConfig) and _is_here(judge.model_path if judge.is_role else None):
+    if not isinstance(config, CriticRunConfig) and are_here(judge.model_path if judge.is_role else None):
         yield lambda: RunInputs(_on_few_rows(config)).close()
 
 
@@ -93,18 +91,6 @@ def _num_rows(config: Any) -> int:
         return sys.maxsize
     rows, limit = sum(map(count_rows, config.data.train_files)), config.data.train_max_samples
     return min(rows, limit) if limit > 0 else rows
-
-
-def _is_here(*paths: str | None) -> bool:
-    """Whether each model is a directory, or can only be one, or is in the hub's cache on this machine. None counts."""
-    return all(
-        path is None
-        or Path(path).exists()
-        or path.startswith(("/", "~", "."))
-        or path.count("/") != 1
-        or isinstance(try_to_load_from_cache(path, "config.json"), str)
-        for path in paths
-    )
 
 
 def _check_folder(folder: Path) -> None:

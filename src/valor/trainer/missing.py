@@ -40,11 +40,23 @@ def _no_file(path: str) -> str | None:
 
 
 def _no_model(path: str) -> str | None:
-    if Path(path).expanduser().exists():
+    if are_here(path):
         return None
     if path.startswith(("/", "~", ".")) or path.count("/") > 1:
         return f"there is no model directory '{path}'"
-    cached = any(
-        isinstance(try_to_load_from_cache(path, f"{name}.json"), str) for name in ("config", "tokenizer_config")
+    return None if hub_answers() else out_of_reach(path)
+
+
+def are_here(*paths: str | None) -> bool:
+    """Whether each model is on this machine, as a directory or in the hub's cache. None counts."""
+    files = ("config.json", "tokenizer_config.json")
+    return all(
+        path is None
+        or Path(path).expanduser().exists()
+        or (path.count("/") < 2 and path[0] not in "/~." and any(map(_is_cached, [path] * 2, files)))
+        for path in paths
     )
-    return None if cached or hub_answers() else out_of_reach(path)
+
+
+def _is_cached(path: str, file: str) -> bool:
+    return isinstance(try_to_load_from_cache(path, file), str)

@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.controller.placement import MAIN, Placement
-from valor.controller.threads import remember
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
-from valor.tracking.rundir import disk_errors, locked
+from valor.tracking.rundir import disk_errors, locked, write_run_info
 from valor.trainer.changes import changes
 from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR
@@ -109,7 +108,7 @@ class Run(ABC):
                 self.record.checkpoints.check_space(self._checkpoint_bytes())
                 self._say_space()
             stack.enter_context(self.record.opened(self.step, self.total_steps))
-            remember(self.record.run_dir, self.placement.pools[MAIN].num_threads)
+            write_run_info(self.record.run_dir, threads=self.placement.pools[MAIN].num_threads)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             yield self.before_steps()
@@ -247,8 +246,7 @@ class Run(ABC):
     def _say_space(self) -> None:
         """How much of the disk the run's checkpoints will take, where that is much."""
         trainer, size = self.config.trainer, self._checkpoint_bytes()
-        later = range(self.step + 1, self.total_steps)
-        count = 1 + sum(1 for step in later if trainer.save_freq > 0 and step % trainer.save_freq == 0)
+        count = 1 + ((self.total_steps - 1) // trainer.save_freq if trainer.save_freq > 0 else 0)
         count = min(count, trainer.max_ckpt_to_keep or count)
         if size * count >= _MUCH_SPACE:
             each, free = size / 1e9, shutil.disk_usage(self.record.run_dir).free / 1e9
