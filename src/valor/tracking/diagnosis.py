@@ -141,9 +141,8 @@ def constant_reward(run: Diagnosis) -> Verdict | None:
     advice += "the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
     if score > 0 and score == run.high:
         advice = "take harder prompts (data.train_files), or a grader that does not say yes to everything"
-    seen = f"{f'the last {WINDOW} steps' if steps == WINDOW else 'all steps so far'} has the reward {score:g}"
-    moved = ", the gradient is 0" if still else ""
-    return f"every response of {seen}{moved}: nothing can be learnt from it", advice
+    seen = f"every response {f'of the last {WINDOW} steps' if steps == WINDOW else 'so far'} has the reward {score:g}"
+    return f"{seen}{', and the gradient is 0' if still else ''}: nothing can be learnt from it", advice
 
 
 def groups_without_signal(run: Diagnosis) -> Verdict | None:

@@ -117,11 +117,11 @@ class Run(ABC):
                 stop.at_once = False
                 with self._saved_at_an_early_end():
                     metrics = self._next_step()
+                    report_progress(self.step)
                     if self.validates_now():
                         metrics |= self.validate()
                     # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                     self.log(metrics)
-                    report_progress(self.step)
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()

@@ -43,9 +43,7 @@ def test_usual_names_of_columns_are_understood(tmp_path, kind, row, source, trut
 def test_prompt_files_stay_what_they_are_and_others_are_told_the_way(tmp_path):
     row = {"prompt": USER, "data_source": "s", "reward_model": {"ground_truth": "2"}, "answer": "not this"}
     assert read_rows(written(tmp_path, "jsonl", [row]))[0].ground_truth == "2"
-    with pytest.raises(
-        UserError, match=r"column 'prompt', 'data_source', 'reward_model' missing .*valor data prep"
-    ):
+    with pytest.raises(UserError, match=r"column 'prompt', 'data_source', 'reward_model' missing .*valor data prep"):
         read_rows(written(tmp_path, "jsonl", [{"text": "x"}]))
     with pytest.raises(UserError, match="line 2: a row has no 'prompt'"):
         read_rows(written(tmp_path, "jsonl", [{"question": "x", "answer": "y"}, {"answer": "y"}]))

@@ -107,7 +107,10 @@ def still_step(step: int, **more: float) -> dict:
 
 def test_one_reward_and_no_gradient_is_told_from_the_first_step():
     (found,) = Diagnosis({}).add(1, still_step(1))
-    assert found.rule == "constant_reward" and "all steps so far has the reward 0, the gradient is 0" in found.text
+    assert (
+        found.rule == "constant_reward"
+        and "every response so far has the reward 0, and the gradient is 0" in found.text
+    )
     assert Diagnosis({}).add(1, still_step(1, **{"actor/grad_norm": 0.5})) == []  # a critic's advantages move it
 
 
