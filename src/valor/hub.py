@@ -4,7 +4,16 @@ import os
 import sys
 from functools import cache
 
-_SECONDS = 5.0
+_SECONDS = 3.0
+
+
+def out_of_reach(path: str) -> str:
+    """What to do about a model at `path` that only the hub could have."""
+    return (
+        f"'{path}' is no local directory, it is not in the cache of the Hugging Face hub, and the hub cannot be "
+        f"reached: give a directory that holds it (`hf download {path} --local-dir DIR` where there is a network), or "
+        "set HF_ENDPOINT to a mirror"
+    )
 
 
 @cache

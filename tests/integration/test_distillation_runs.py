@@ -8,9 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import assert_same_weights, read_metrics
+from runs import assert_same_run, assert_same_weights, read_metrics
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributions import Categorical, kl_divergence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from valor.trainer.main_ppo import main
 
@@ -82,6 +84,15 @@ FORMS: dict[str, tuple[tuple[str, ...], Callable]] = {
     "forward_kl": ((f"{LOSS}.loss_mode=forward_kl",), lambda s, t, _: kl_divergence(t, s)),
     "reverse_kl": ((f"{LOSS}.loss_mode=reverse_kl",), lambda s, t, _: kl_divergence(s, t)),
     "jsd": ((f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=0.3"), lambda s, t, _: jsd(s, t, 0.3)),
+    "adapters, padded": (
+        (
+            f"{LOSS}.loss_mode=reverse_kl",
+            f"{LOSS}.loss_max_clamp=50",
+            "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.model.use_remove_padding=false",
+        ),
+        lambda s, t, _: kl_divergence(s, t),
+    ),
     "topk": ((f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=4"), lambda s, t, _: of_four(s, t)),
 }
 
@@ -138,3 +149,59 @@ def test_each_of_two_teachers_scores_its_rows(tiny, teacher, overrides, tmp_path
         assert {row["extra_info"]["half"] for row in rows} == {"0", "1"}
         step = next(step for step in read_metrics(run) if "actor/distillation/loss" in step)
         assert step["actor/distillation/loss"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
+
+
+def test_the_policy_that_reads_the_answer_is_a_teacher(tiny, overrides, tmp_path):
+    template = "distillation.teacher_models.me.prompt_template='{prompt} is {ground_truth}, {carry}'"
+    data = f"trainer.rollout_data_dir={tmp_path / 'rows'}"
+    more = ["distillation.enabled=true", template, *SIGNAL, *ALONE, *ONE_UPDATE, data]
+    assert main(overrides(tmp_path, *more)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    tokenizer, gaps = AutoTokenizer.from_pretrained(tiny["model"]), []
+    for row in rows:
+        told = f"{row['messages'][0]['content']} is {row['gts']}, {row['extra_info']['carry']}"
+        prompt = tokenizer(f"<|user|>{told}<|assistant|>", add_special_tokens=False)["input_ids"]
+        student, teacher = distributions(tiny["model"], [row, {**row, "prompt_ids": prompt}])
+        gaps.append(student.log_prob(tokens(row)) - teacher.log_prob(tokens(row)))
+    step = next(step for step in read_metrics(tmp_path) if "actor/distillation/loss" in step)
+    assert step["actor/distillation/loss"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hosts")
+def test_a_teacher_in_a_pool_of_its_own_changes_nothing(teacher, overrides, tmp_path):
+    more = taught(teacher, *SIGNAL, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2")
+    assert main(overrides(tmp_path / "together", *more)) == 0
+    pool = ("distillation.nnodes=1", "distillation.n_gpus_per_node=1")
+    assert main(overrides(tmp_path / "apart", *more, *pool)) == 0
+    assert_same_run(tmp_path / "together", tmp_path / "apart")
+
+
+MISTAKES = {
+    "has another tokenizer than the policy": ("tokenizer",),
+    "no teacher has that key (they have a, b)": (
+        "distillation.teacher_models.teacher_model.key=a",
+        "distillation.teacher_models.other.model_path={teacher}",
+        "distillation.teacher_models.other.key=b",
+    ),
+    "has {hint} in it, and a row has no such column": (
+        "distillation.teacher_models.teacher_model.prompt_template='{prompt} {hint}'",
+    ),
+    "set distillation.nnodes=0": (f"{LOSS}.loss_mode=forward_kl", "distillation.nnodes=1"),
+    "would learn for nothing": ("algorithm.adv_estimator=gae",),
+    "use_policy_gradient=false, or loss_mode=k1": (f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"),
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line(line, tiny, teacher, overrides, tmp_path, capsys):
+    more = [text.replace("{teacher}", str(teacher)) for text in MISTAKES[line]]
+    if more == ["tokenizer"]:
+        vocabulary = {token: number for number, token in enumerate("abcdefgh")}
+        other = tmp_path / "other"
+        make_teacher(tiny["model"], other, 7)
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary))).save_pretrained(other)
+        more = [f"distillation.teacher_models.teacher_model.model_path={other}"]
+    assert main(overrides(tmp_path / "run", *taught(teacher, *ALONE), *more)) == 2
+    (said,) = [text for text in capsys.readouterr().err.splitlines() if line in text]
+    assert "Traceback" not in said and not (tmp_path / "run").exists()

@@ -56,8 +56,9 @@ def test_steps_from_python_are_those_of_the_command_line(tiny, tmp_path):
             assert run.critic.num_labels == 1 and run.evaluate() == run.evaluate()
             break
     assert run.train() is run and steps == [1, 2]
-    assert [one["training/global_step"] for one in run.metrics] == [0, 1, 2, 3]
-    assert "val-core/own/reward/mean@1" in run.metrics[0]
+    assert [one["training/global_step"] for one in run.metrics] == [1, 2, 3]
+    assert all("critic/score/mean" in one for one in run.metrics)
+    assert "val-core/own/reward/mean@1" in run.metrics_before and "critic/score/mean" not in run.metrics_before
     trained = run.policy.state_dict()
     assert any(not torch.equal(held[name], trained[name]) for name in trained)
     assert run.evaluate() == {k: v for k, v in run.metrics[-1].items() if k.startswith("val-core/")}

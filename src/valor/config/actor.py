@@ -56,8 +56,8 @@ class UpdateConfig(Section):
 
     strategy: Strategy = "fsdp2"
     """Training engine: fsdp2 or megatron."""
-    ppo_mini_batch_size: PositiveInt = 256
-    """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
+    ppo_mini_batch_size: PositiveInt = key(256, within="data.train_batch_size")
+    """PROMPTS per optimizer step (times rollout.n samples); null, or a smaller batch: data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Most samples in a micro-batch of one process; null leaves it to the token budget."""
     use_dynamic_bsz: bool = False
@@ -160,7 +160,9 @@ _TRAINED = {".kind=model": "", ".freeze=false": ""}
 class CriticConfig(
     UpdateConfig,
     strategy=inherits("actor_rollout_ref.actor.strategy", _A_MODEL),
-    ppo_mini_batch_size=inherits("actor_rollout_ref.actor.ppo_mini_batch_size", _TRAINED),
+    ppo_mini_batch_size=inherits(
+        "actor_rollout_ref.actor.ppo_mini_batch_size", _TRAINED, within="data.train_batch_size"
+    ),
     ppo_micro_batch_size_per_gpu=key(None, _A_MODEL),
     use_dynamic_bsz=follows("actor_rollout_ref.actor.use_dynamic_bsz"),
     ppo_max_token_len_per_gpu=key(32768, _A_MODEL),

@@ -20,20 +20,21 @@ _LONGEST_PATH = 3800  # bytes, so that there is room for the names of files belo
 _TEXT = re.compile(r"[^\0\ud800-\udfff]*")  # neither NUL nor half of a surrogate pair
 
 
-def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
+def key(default: Any, only_with: Rules = "", **more: str) -> Any:
     """Field default of a key that has rules.
 
     `only_with`: where the key has an effect: `KEY` (is set, is not 0), `KEY=value` or `KEY!=value`, several joined by
     ` or `. KEY is dotted from the root, `.name` is in the same section, and both may be properties. A mapping gives
     several conditions, each with the reason to show ("": made from the condition).
-    `derived`: what null means, in words; the root fills it in.
+    `derived`: what null means, in words; the root fills it in. `within`: the key that null, or a default that is more,
+    takes its value from.
     """
-    return Field(default, json_schema_extra=_extra(only_with, derived=derived))
+    return Field(default, json_schema_extra=_extra(only_with, **more))
 
 
-def inherits(source: str, only_with: Rules = "") -> Any:
+def inherits(source: str, only_with: Rules = "", **more: str) -> Any:
     """Field default: null takes the value of `source`, see `valor.config.inheritance`; `a.b` is short for `${a.b}`."""
-    return Field(None, json_schema_extra=_extra(only_with, inherits=_reference(source)))
+    return Field(None, json_schema_extra=_extra(only_with, inherits=_reference(source), **more))
 
 
 def follows(source: str, default: Any = None) -> Any:

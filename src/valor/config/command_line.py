@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from pydantic import BaseModel
 
 from valor.config.tree import exists, is_section, plain_keys, schema
+from valor.config.verl import find_spelling
 from valor.errors import UserError
 
 SWEEPS = "several runs are a sweep (valor lab sweep FILE.yaml)"
@@ -140,7 +141,7 @@ def _keys(root: type[BaseModel], settings: Mapping[str, Any], section: str = "")
 
 def _whole(root: type[BaseModel], name: str) -> str:
     ends = [key for key in schema(root) if key.endswith(f".{name}")]
-    if exists(root, name) or not ends:
+    if exists(root, name) or not ends or (len(ends) > 1 and find_spelling(root, name, None)):
         return name
     if len(ends) > 1:
         raise UserError(f"{name}: which one is meant? {', '.join(ends)}: write more of it, with __ for the dots")

@@ -21,8 +21,9 @@ from yaml import YAMLError
 
 from valor.config.command_line import SWEEPS, parse_overrides
 from valor.config.describe import not_a_section, show, unknown_key
-from valor.config.presets import DEFAULTS, PRESETS, config_nodes, default_tree
-from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys
+from valor.config.inheritance import lookup
+from valor.config.presets import ALGORITHMS, DEFAULTS, ESTIMATOR, PRESETS, config_nodes, default_tree
+from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys, set_at
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
@@ -48,8 +49,10 @@ def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
     name = (line.config_name or DEFAULTS[root]).removesuffix(".yaml")
     try:
         config, overrides = _composed(root, line, name, overrides, reading)
+        algorithms = [override for override in overrides if _names_algorithm(root, override)]
         for override in overrides:
-            _apply(root, config, override, reading)
+            if override not in algorithms:
+                _apply(root, config, override, reading)
         written, defaults = flatten(OmegaConf.to_container(config)), flatten(default_tree(root))
         for preset in reading.presets:
             reading.presets[preset] = [key for key, value in PRESETS[preset][1].items() if written.get(key) == value]
@@ -59,7 +62,9 @@ def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
         reading.set_keys = {key for key in reading.set_keys if exists(root, key)}
         for key, value in _plain_values(root, config)[1].items():
             _translate(root, config, key, value, reading)
-        reading.tree = nested(_plain_values(root, config)[0])
+        for override in algorithms:
+            _apply_algorithm(root, config, override.value(), reading)
+        reading.tree = _within_limits(root, nested(_plain_values(root, config)[0]), reading)
     except (UserError, YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
     return reading
@@ -115,13 +120,52 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
             OmegaConf.select(config, parent).pop(last, None)
     elif override.is_sweep_override():
         mistakes.append(f"{key} has several values: write a [list] or a 'quoted text'; {SWEEPS}")
-    elif is_section(root, key) and not isinstance(value, dict) and find_spelling(root, key, value) is None:
-        mistakes.append(not_a_section(key, value))
+    elif is_section(root, key) and not isinstance(value, dict):
+        if find_spelling(root, key, value) is None:
+            mistakes.append(not_a_section(key, value))
+        else:
+            _translate(root, config, key, value, reading)
     elif leaf is not None and not is_open(root, key):
         mistakes.append(f"unknown key '{key}': '{leaf}' is a value, it has no keys of its own")
     else:
         OmegaConf.update(config, key, value, force_add=True)
         reading.set_keys |= flatten(value, f"{key}.").keys()
+
+
+def _names_algorithm(root: type[BaseModel], override: Override) -> bool:
+    """Whether it is `algorithm=NAME`, or the estimator by a name that only ALGORITHMS has."""
+    name = override.value()
+    if override.key_or_group == "algorithm" and is_section(root, "algorithm"):
+        return isinstance(name, str)
+    return override.key_or_group == ESTIMATOR and name in ALGORITHMS and ALGORITHMS[name][ESTIMATOR] != name
+
+
+def _apply_algorithm(root: type[BaseModel], config: DictConfig, name: str, reading: Reading) -> None:
+    """Set the estimator, and those keys of the algorithm that nobody has set."""
+    settings = ALGORITHMS.get(name, {ESTIMATOR: name})
+    present = OmegaConf.select(config, ESTIMATOR)
+    if ESTIMATOR in reading.set_keys and present != settings[ESTIMATOR]:
+        reading.mistakes.append(f"algorithm={name} and {ESTIMATOR}={present} are different: give one of them")
+        return
+    more = {key: value for key, value in settings.items() if key == ESTIMATOR or key not in reading.set_keys}
+    for key, value in more.items():
+        OmegaConf.update(config, key, value)
+        reading.set_keys.add(key)
+    if more != {ESTIMATOR: name}:
+        reading.notes.append(f"algorithm={name} is {' '.join(f'{key}={show(value)}' for key, value in more.items())}")
+
+
+def _within_limits(root: type[BaseModel], tree: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """The tree with keys that are null, or whose default is too much, at the value of the key that is their limit."""
+    by_preset, flat = {key for keys in reading.presets.values() for key in keys}, flatten(tree)
+    for key in plain_keys(root):
+        if limit := key.declared("within"):
+            value, most = lookup(root, tree, key.name), lookup(root, tree, limit)
+            is_null = key.name in flat and flat[key.name] is None and not key.declared("inherits")
+            unset = key.name not in reading.set_keys or key.name in by_preset
+            if is_null or (unset and isinstance(value, int) and isinstance(most, int) and value > most):
+                set_at(tree, key.name, most)
+    return tree
 
 
 def _one_line(error: Exception, line: SimpleNamespace, name: str, root: type[BaseModel]) -> str:
@@ -188,10 +232,12 @@ def _translate(root: type[BaseModel], config: DictConfig, key: str, value: Any, 
     spelling, target = rule
     if value is None:
         return
-    if target is None and not spelling.refused:
+    if target is None and not (spelling.refused or spelling.answered):
         reading.notes.append(f"{key} has no effect: {spelling.reason}")
-    elif target is None and (spelling.only or value not in (False, {})):
+    elif spelling.refused and (spelling.only or value not in (False, {})):
         reading.mistakes.append(f"{key}={show(value)} asks for what Valor does not have: {spelling.reason}")
+    elif spelling.answered:
+        reading.mistakes.append(f"{key}={show(value)}: {spelling.reason}")
     elif target is not None:
         present = OmegaConf.select(config, target)
         if target in reading.set_keys and present != value:

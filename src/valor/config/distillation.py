@@ -65,7 +65,9 @@ class TeacherConfig(Section):
     """A teacher, which reads the policy's tokens."""
 
     model_path: PathStr | None = None
-    """Hugging Face hub id or local directory, of the policy's tokenizer."""
+    """Hugging Face hub id or local directory, of the policy's tokenizer; null: the policy, as it is before the step."""
+    prompt_template: str | None = None
+    """What it reads in place of the last message: a text with {prompt} and columns such as {ground_truth} in it."""
     temperature: PositiveFloat | None = None
     """Temperature of its distribution; null is that of the rollout."""
     trust_remote_code: bool = False
@@ -96,18 +98,26 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
         if not teachers:
             yield f"{at}enabled=true has no teacher: set {at}teacher_models.teacher_model.model_path"
         for name, teacher in teachers.items():
-            if teacher.model_path is None:
-                yield f"{at}teacher_models.{name} has no model: set {at}teacher_models.{name}.model_path"
+            this, template = f"{at}teacher_models.{name}", teacher.prompt_template
+            if teacher.model_path is None and template is None:
+                yield f"{this} has no model: set {this}.model_path, or {this}.prompt_template for the policy to read"
+            if template is not None and "{prompt}" not in template:
+                yield f"{this}.prompt_template has no {{prompt}} in it: the teacher would not see the question"
+            if template is not None and loss.of_distributions:
+                mode = f"{at}distillation_loss.loss_mode"
+                yield f"{this}.prompt_template is for sampled tokens: set {mode} to an estimator such as k3"
             if len(teachers) > 1 and teacher.key is None:
                 yield f"{at}teacher_models.{name}.key is not set: say which rows ({at}teacher_key) are this teacher's"
+        if 0 < len(self.models) < len(teachers):
+            yield f"{at}teacher_models: some have a model_path and some are the policy: give all of them one, or none"
         for value, count in Counter(teacher.key for teacher in teachers.values()).items():
             if count > 1 and value is not None:
                 yield f"{at}teacher_models: {count} teachers have the key '{value}': give each rows of its own"
-        if self.nnodes and loss.of_distributions:
-            yield (
-                f"{at}distillation_loss.loss_mode={loss.loss_mode} compares whole distributions, beside the actor: set "
-                f"{at}nnodes=0, or an estimator such as loss_mode=k3"
-            )
+
+    @property
+    def models(self) -> dict[str, TeacherConfig]:
+        """The teachers that are not the policy itself."""
+        return {name: teacher for name, teacher in self.teacher_models.items() if teacher.model_path is not None}
 
     @property
     def of_distributions(self) -> bool:

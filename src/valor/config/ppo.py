@@ -238,7 +238,7 @@ class PPOConfig(Section):
         if rollout.nnodes:
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
-        if self.distillation.enabled and (nodes := self.distillation.nnodes):
+        if self.distillation.enabled and self.distillation.models and (nodes := self.distillation.nnodes):
             processes = self.distillation.n_gpus_per_node
             pools["teacher"] = PoolConfig(roles=["teacher"], nnodes=nodes, n_gpus_per_node=processes)
         return pools

@@ -30,6 +30,20 @@ COMMANDS: dict[str, type[BaseModel]] = {
 }
 """The tree of each command, as `valor` calls it."""
 
+ESTIMATOR = "algorithm.adv_estimator"
+_GROUPS = {"actor_rollout_ref.rollout.n": 8}
+_UNNORMED = {
+    "algorithm.norm_adv_by_std_in_grpo": False,
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {ESTIMATOR: "gae"},
+    "grpo": {ESTIMATOR: "grpo", **_GROUPS},
+    "dr_grpo": {ESTIMATOR: "grpo", **_GROUPS, **_UNNORMED},
+    "rloo": {ESTIMATOR: "rloo", **_GROUPS},
+}
+"""What `algorithm=NAME` sets where nothing else does; of another name the estimator alone."""
+
 _GSM8K = {
     "data.train_files": "~/data/gsm8k/train.parquet",
     "data.val_files": "~/data/gsm8k/test.parquet",

@@ -141,7 +141,7 @@ class AgentConfig(Section):
     """Most episodes under way at once in one process."""
     deterministic: bool = False
     """Wait after every turn for all episodes, so that a run repeats bit for bit whatever the tools' speed."""
-    replay_dir: PathStr | None = key(None, "plays_episodes")
+    replay_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
     """Train on the episodes that a run has recorded here (trainer.episode_data_dir), and generate nothing."""
 
 

@@ -40,7 +40,7 @@ class RunConfig(Section):
     n_gpus_per_node: PositiveInt | None = None
     """Processes (one per device) on each node; null takes all GPUs, or one process on a CPU machine."""
     num_threads: PositiveInt | None = None
-    """CPU threads of each process; null shares the cores out."""
+    """CPU threads of each process; null: OMP_NUM_THREADS, else of the cores' share as many as are quickest now."""
     seed: Seed = 42
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
     full_determinism: bool = False
@@ -127,11 +127,13 @@ class TrainerConfig(RunConfig):
     """Validate and stop."""
     log_generations: NonNegativeInt = 4
     """Training samples (whole episodes) per step to keep, with each token's value and advantage."""
+    console_sample_freq: CountOrOff = key(10, ".log_generations")
+    """Print a training sample with its score in every so manyth step, from the first on; -1 or 0 prints none."""
     log_val_generations: NonNegativeInt = key(0, "data.val_files")
     """Validation samples to log."""
     rollout_data_dir: PathStr | None = None
     """Write every step's rollouts to this folder as jsonl."""
-    episode_data_dir: PathStr | None = key(None, "plays_episodes")
+    episode_data_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
     """Record the episodes of every step and validation in this folder, to read and to replay (agent.replay_dir)."""
     validation_data_dir: PathStr | None = key(None, "data.val_files")
     """Write every validation's samples to this folder as jsonl."""

@@ -1,13 +1,16 @@
-"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it is refused."""
+"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it is refused; and
+those of `valor.config.trl`, by the same rules."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
+from valor.config import trl
 from valor.config.tree import exists, is_section
 
 _SECTIONS = {
@@ -17,8 +20,9 @@ _SECTIONS = {
     "M": "actor_rollout_ref.model",
     "RM": "reward.reward_model",
 }
-# `KEYS -> KEY [: reason]` is read as KEY; `KEYS : reason` has no effect; `KEYS ! reason` is refused. The first row that
-# fits counts. `*` stands for any rest of a key, also in the target; a target that ends in a dot keeps the last name;
+# `KEYS -> KEY [: reason]` is read as KEY, or as the first of several that the command has; `KEYS : reason` has no
+# effect; `KEYS ! reason` is refused; `KEYS ? answer` is a mistake whose line is the answer. The first row that fits
+# counts. `*` stands for any rest of a key, also in the target; a target that ends in a dot keeps the last name;
 # `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row is about these alone; indented lines continue a row.
 _TABLE = """
 *.ppo_micro_batch_size -> *.ppo_micro_batch_size_per_gpu : it counts samples of one process here
@@ -229,7 +233,7 @@ class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
     With a `target` the key is read as that one; `refused` makes it an error (without `only`: for values that switch
-    something on). Otherwise it has no effect.
+    something on), `answered` one whose line is the reason. Otherwise it has no effect.
     """
 
     pattern: str
@@ -237,6 +241,7 @@ class Spelling:
     target: str | None = None
     refused: bool = False
     only: list[Any] | None = None
+    answered: bool = False
 
     @property
     def why(self) -> str:
@@ -252,14 +257,14 @@ class Spelling:
 
 
 def _rows() -> Iterator[Spelling]:
-    for row in _TABLE.format_map(_SECTIONS).replace("\n    ", " ").strip().splitlines():
-        keys, mark, effect = re.split(" (->|:|!) ", row, maxsplit=1)
+    for row in f"{_TABLE.strip()}{trl.TABLE}".format_map(_SECTIONS).replace("\n    ", " ").strip().splitlines():
+        keys, mark, effect = re.split(" (->|:|!|[?]) ", row, maxsplit=1)
         keys, _, values = keys.partition(" [")
         target, _, reason = effect.partition(" : ") if mark == "->" else ("", "", effect)
         only = yaml.safe_load(f"[{values}") if values else None
-        for pattern in re.sub(r"(\S*)\((.*?)\)", _spread, keys).split():
-            key = target + pattern.rpartition(".")[2] if target.endswith(".") else target
-            yield Spelling(pattern, reason, key or None, mark == "!", only)
+        for pattern, key in product(re.sub(r"(\S*)\((.*?)\)", _spread, keys).split(), target.split() or [""]):
+            key += pattern.rpartition(".")[2] if key.endswith(".") else ""
+            yield Spelling(pattern, reason, key or None, mark == "!", only, mark == "?")
 
 
 def _spread(group: re.Match[str]) -> str:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from valor.config import PPOConfig, TrainerConfig
+from valor.controller.threads import threads_for
 from valor.errors import UserError, did_you_mean
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.workers.roles import ROLES
@@ -82,11 +83,12 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Placement:
+def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None, *, beside: int = 0) -> Placement:
     """All roles in one pool, the one that `trainer.*` asks for on this machine.
 
-    `ray_address` is that of `ray_kwargs.ray_init`. UserError when there are fewer GPUs than asked for, when
-    controller=local would be several processes, and when a machine without GPUs would decide for those of a cluster.
+    `ray_address` is that of `ray_kwargs.ray_init`; `beside`: processes of other pools on a node. UserError when there
+    are fewer GPUs than asked for, when controller=local would be several processes, and when a machine without GPUs
+    would decide for those of a cluster.
     """
     gpus, number = torch.cuda.device_count(), trainer.n_gpus_per_node
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
@@ -108,7 +110,8 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Plac
             "run on the CPU, or trainer.device=cpu to run that many CPU processes"
         )
     processes = number or (gpus if device == "cuda" else 1)
-    threads = trainer.num_threads or max(1, available_cores() // processes)
+    here = device == "cpu" and trainer.nnodes == 1 and cluster is None
+    threads = threads_for(trainer, max(1, available_cores() // (processes + beside)), measure=here)
     pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
     controller = trainer.controller
     if controller == "auto":
@@ -128,10 +131,9 @@ def resolve_placement(config: PPOConfig) -> Placement:
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
     remote_engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
-    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"))
+    beside = sum(pool.n_gpus_per_node for pool in config.pools.values())
+    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"), beside=beside)
     main = alone.pools[MAIN]
-    each = main.processes_per_node + sum(pool.n_gpus_per_node for pool in config.pools.values())
-    main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))
     pools, home = {MAIN: main}, {}
     for name, pool in config.pools.items():
         pools[name] = replace(

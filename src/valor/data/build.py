@@ -59,7 +59,7 @@ def prepare(request: Request, out: Path) -> list[str]:
         records, splits = _sources(request), {}
         for split in sorted(records):  # test before train, so that train can be compared with it
             splits[split] = _rows(request, split, records[split], splits.get("test", ()), notes)
-        splits = _held_out(request, {split: splits[split] for split in records})
+        splits = _held_out(request, {split: splits[split] for split in records}, notes)
         if request.limit == 0:
             raise UserError("--limit 0 leaves no rows to write")
         for split, rows in splits.items():
@@ -169,7 +169,8 @@ def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     return {split: splits.get(split, []) for split in request.splits or splits}
 
 
-def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[Row]]:
+def _held_out(request: Request, splits: dict[str, list[Row]], notes: list[str]) -> dict[str, list[Row]]:
+    """A test split of rows of train; train keeps none that repeats one of them."""
     if not request.test_size:
         return splits
     if "test" in splits or "train" not in splits:
@@ -178,7 +179,13 @@ def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[
     if request.test_size >= len(rows):
         raise UserError(f"--test-size {request.test_size} leaves none of {len(rows)} rows to train on")
     test = subset(len(rows), request.test_size, request.seed, _HOLD_OUT_STREAM)
-    return {"train": [rows[i] for i in sorted({*range(len(rows))} - {*test})], "test": [rows[i] for i in test]}
+    in_test, rest = {_identity(rows[i]) for i in test}, [rows[i] for i in sorted({*range(len(rows))} - {*test})]
+    train = [row for row in rest if _identity(row) not in in_test]
+    if not train:
+        raise UserError(f"--test-size {request.test_size}: every row left repeats one of test: set it lower")
+    if len(train) < len(rest):
+        notes.append(f"train: {len(rest) - len(train)} rows that repeat a prompt of test were left out")
+    return {"train": train, "test": [rows[i] for i in test]}
 
 
 def _identity(row: Row) -> str:

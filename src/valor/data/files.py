@@ -3,6 +3,7 @@
 A row has `prompt` (a list of messages, each with `role` and `content`), `data_source` (which grader scores it),
 `reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability`, `extra_info`, `agent_name` (which
 loop plays its episodes; it is kept in `extra_info`), `tools` and `chat_template_kwargs` (what the template shows).
+Files of questions and answers (`valor.data.plain_rows`) are read too.
 """
 
 import gzip
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
+from valor.data.plain_rows import is_plain, prompt_row
 from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -55,9 +57,33 @@ def read_rows(
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
-    required = (prompt_key, source_key, "reward_model")
-    records = (record for path in files for record in read_records(path, required, OPTIONAL_COLUMNS))
+    records = (record for path in files for record in _prompt_records(path, prompt_key, source_key))
     return [parse_row(record, where, prompt_key, source_key) for where, record in records]
+
+
+def _prompt_records(path: str | Path, prompt_key: str, source_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file's rows in the columns of prompt files; of a file of questions and answers, made into such."""
+    file = existing_file(path)
+    if file.name.endswith(".parquet"):
+        columns = _parquet_columns(file)
+    else:
+        columns = next((record.keys() for _, record in _json_records(file, ())), ())
+    if not is_plain(columns, prompt_key, source_key):
+        yield from read_records(path, (prompt_key, source_key, "reward_model"), OPTIONAL_COLUMNS)
+        return
+    for where, record in read_records(path):
+        try:
+            yield where, prompt_row(record, prompt_key, source_key)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+
+
+def _parquet_columns(file: Path) -> Collection[str]:
+    """Their names; none of a file that cannot be read, which whoever reads its rows will tell."""
+    try:
+        return pq.read_schema(file).names
+    except (pa.ArrowException, OSError, ValueError):
+        return ()
 
 
 def read_records(
@@ -78,6 +104,14 @@ def read_records(
         yield where, record
     if not where:
         raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
+
+
+def count_rows(path: str | Path) -> int:
+    """The number of the file's rows. UserError: it cannot be read."""
+    file = existing_file(path)
+    if file.name.endswith(".parquet") and _parquet_columns(file):
+        return pq.read_metadata(file).num_rows
+    return sum(1 for _ in read_records(path, optional=()))
 
 
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
@@ -223,4 +257,5 @@ def _require_columns(where: str, present: Collection[str], required: Sequence[st
     if missing:
         listed = ", ".join(f"'{c}'" for c in missing)
         hint = "; data.prompt_key and data.reward_fn_key say under which name" if "reward_model" in required else ""
+        hint += ", and valor data prepare custom makes such a file of yours" if hint else ""
         raise UserError(f"{where}: column {listed} missing (it has {', '.join(present)}); add or rename it{hint}")

@@ -8,23 +8,35 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, ParamSpec, Self, cast
 
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
-from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, prompt_row
+from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, of_trl, own_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
 from valor.trainer.command import load_checked, tell_notes
 from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
+P = ParamSpec("P")
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+def _with_trl_names(init: Callable[P, None]) -> Callable[P, None]:
+    """The same constructor, which takes TRL's names of its arguments too."""
+
+    @wraps(init)
+    def renamed(*args: P.args, **arguments: P.kwargs) -> None:
+        run: Any = args[0]
+        init(*args, **cast(Any, of_trl(arguments, run.model_key)))
+
+    return renamed
 
 
 class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
@@ -32,9 +44,10 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
     model: a path, a hub name or a loaded transformers model (with its `tokenizer`). train_data, val_data: files, a data
     set, or a list of dicts. config: a yaml file or a named configuration to start from. settings: keys of the command
-    line, with `.` or `__` between their parts, or the end of one key alone; `None` is null.
+    line, with `.` or `__` between their parts, or the end of one key alone; `None` is null. TRL's names of arguments
+    and settings are understood, or answered with those here.
 
-    `metrics`: of each step so far in this process, with those of the validation before the first.
+    `metrics`: of each step so far in this process; `metrics_before`: of the validation before the first.
     """
 
     words: ClassVar[str]  # of the command
@@ -43,6 +56,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     model_key: ClassVar[str] = "model"
     _row: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda row: row)  # as the files have it
 
+    @_with_trl_names
     def __init__(
         self,
         model: Any = None,
@@ -76,6 +90,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
         self._explicit_keys = loaded.explicit_keys
         self.metrics: list[dict[str, Any]] = []
+        self.metrics_before: dict[str, Any] = {}
         self._run: Any = None  # the run that is under way
         self._steps: Any = None
         self._ended = False
@@ -93,6 +108,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self._open()
         try:
             metrics = self._next()
+            self.metrics.append({"training/global_step": self._last_step, **_numbers(metrics)})
         except StopIteration as end:
             if end.value:
                 raise Interrupted(end.value - 128) from None
@@ -143,20 +159,17 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             if self._ended:
                 run.resume_from = run.record.checkpoints.path(self._last_step)
             self._steps = run.steps()
-            self._next()
+            self.metrics_before = _numbers(self._next()) or self.metrics_before
             run.stop.at_once = True
 
     def _next(self) -> dict[str, Any]:
-        """The metrics of what the run yields next, kept."""
+        """The metrics of what the run yields next."""
         try:
             metrics = next(self._steps)
         except BaseException:
             self._run = self._steps = None
             raise
         self._last_step = self._run.step
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        if numbers:
-            self.metrics.append({"training/global_step": self._last_step, **numbers})
         return metrics
 
     def _loaded(self, role: str, kind: str) -> Any:
@@ -182,6 +195,10 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         return model.eval()
 
 
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+
+
 def _options(config: str | Path | None) -> list[str]:
     path = Path(config or "")
     if path.suffix in (".yaml", ".yml"):
@@ -194,14 +211,16 @@ class PPO(PythonRun):
 
     reward: a function that takes (data_source, solution_str, ground_truth, extra_info) or (completions, **columns), or
     several, whose scores are added with `reward_weights`; without one the built-in graders go by the rows' data_source.
-    algorithm: the name of an advantage estimator. critic: where the critic starts, as `model`; default: there too.
+    algorithm: ppo, grpo, dr_grpo, rloo, or the name of an advantage estimator.
+    critic: where the critic starts, as `model`; default: there too.
     phases: a function (standard, config) that returns the list of phases of each step (docs/phases.md).
     """
 
     words, root, makes = "ppo", PPOConfig, "valor.trainer.ppo:PPORun"
     model_key = "actor_rollout_ref.model"
-    _row = staticmethod(partial(prompt_row, keep_prompt=False))
+    _row = staticmethod(partial(own_row, keep_prompt=False))
 
+    @_with_trl_names
     def __init__(
         self,
         model: Any = None,
@@ -219,14 +238,14 @@ class PPO(PythonRun):
         if reward is not None and "reward" not in settings:
             several = reward if isinstance(reward, list | tuple) else [cast(Any, reward)]
             functions = RewardFunctions(several, reward_weights)
-            self._row = partial(prompt_row, keep_prompt=functions.reads_prompts)
+            self._row = partial(own_row, keep_prompt=functions.reads_prompts)
             settings["reward.custom_reward_function.path"] = file_of_bytes(
                 "reward", ".pkl", pickled(functions, "reward", "reward.custom_reward_function.path")
             )
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
         if algorithm is not None and "algorithm" not in settings:
-            settings["algorithm.adv_estimator"] = algorithm
+            settings["algorithm"] = algorithm
         if phases is not None:
             settings["algorithm.phases_path"] = file_of_bytes(
                 "phases", ".pkl", pickled(phases, "phases", "algorithm.phases_path")
@@ -282,9 +301,10 @@ class RewardModel(PythonRun):
         return self._loaded("reward_model", "AutoModelForSequenceClassification")
 
 
-def train(model: Any = None, train_data: Any = None, *, algorithm: Any = "gae", **arguments: Any) -> PythonRun:
-    """Train, and return the run. `algorithm`: an advantage estimator (`gae` is PPO with a critic; `grpo`, `rloo`, …),
-    `sft` or `reward_model`; the other arguments are those of PPO, SFT or RewardModel."""
+def train(model: Any = None, train_data: Any = None, *, algorithm: Any = "ppo", **arguments: Any) -> PythonRun:
+    """Train, and return the run. `algorithm`: `sft`, `reward_model`, or one of PPO's; the other arguments are those of
+    SFT, RewardModel or PPO."""
+    given = {name: value for name, value in {"model": model, "train_data": train_data}.items() if value is not None}
     if algorithm in ("sft", "reward_model"):
-        return (SFT if algorithm == "sft" else RewardModel)(model, train_data, **arguments).train()
-    return PPO(model, train_data, algorithm=algorithm, **arguments).train()
+        return (SFT if algorithm == "sft" else RewardModel)(**given | arguments).train()
+    return PPO(**given | arguments | {"algorithm": algorithm}).train()

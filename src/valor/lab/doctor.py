@@ -55,8 +55,9 @@ def main(no_test: bool, servers: tuple[str, ...]) -> int:
 
 
 def _machine() -> Rows:
-    installed = {package.name: package.version for package in distributions()}
-    packages = ", ".join(f"{name} {installed[name]}" if name in installed else f"no {name}" for name in _PACKAGES)
+    installed = {package.name.replace("_", "-"): package.version for package in distributions()}
+    builds = {name: next((build for build in (name, f"{name}-cpu") if build in installed), None) for name in _PACKAGES}
+    packages = ", ".join(f"{build} {installed[build]}" if build else f"no {name}" for name, build in builds.items())
     yield "versions", f"valor {__version__}, python {platform.python_version()}, {packages}"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

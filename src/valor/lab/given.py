@@ -7,14 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valor.data.messages import TEMPLATE_KWARGS, check_text, drop_nulls
+from valor.data.messages import check_text, drop_nulls
+from valor.data.plain_rows import as_messages, prompt_column, prompt_row
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
 from valor.tracking.rundir import write_atomically
 
 Row = dict[str, Any]
-_TRUTHS = ("ground_truth", "answer", "solution")
-_ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_info", "ability", "ground_truth")
+_OF_TRL = {
+    "train_dataset": "train_data",
+    "eval_dataset": "val_data",
+    "processing_class": "tokenizer",
+    "reward_funcs": "reward",
+    "value_model": "critic",
+}
+_ANSWERS = {
+    "args": "give the settings of TRL's config as keywords: learning_rate=…, num_generations=…",
+    "ref_model": "the reference is the policy as it was loaded: leave it out",
+    "callbacks": "take the steps one by one: for step in valor.PPO(…)",
+}
+_NOT_IN_ADAPTERS = ("lora_dropout", "use_dora", "use_rslora", "modules_to_save")
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,29 @@ def file_of_bytes(stem: str, suffix: str, content: bytes) -> InputFile:
     """A file with this content."""
     name = f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
     return InputFile(name, lambda target: write_atomically(target, content))
+
+
+def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
+    """The arguments of a call with TRL's names as those here; `peft_config` as keys of the model at `model_key`.
+
+    UserError: an argument has no counterpart, with what to do, or is there under both names.
+    """
+    for name in arguments.keys() & _ANSWERS.keys():
+        raise UserError(f"{name}: {_ANSWERS[name]}")
+    renamed: Row = {}
+    for name, value in arguments.items():
+        if (new := _OF_TRL.get(name, name)) in renamed:
+            raise UserError(f"{name}: {new} is the same argument: give one of them")
+        renamed[new] = value
+    adapters = renamed.pop("peft_config", None)
+    if adapters is None:
+        return renamed
+    if refused := [name for name in _NOT_IN_ADAPTERS if getattr(adapters, name, None)]:
+        raise UserError(f"peft_config: adapters here have no {', '.join(refused)}: leave it out")
+    modules = {name: getattr(adapters, name, None) for name in ("target_modules", "exclude_modules")}
+    modules = {name: sorted(some) if isinstance(some, set) else some for name, some in modules.items() if some}
+    sizes = {"lora_rank": adapters.r, "lora_alpha": adapters.lora_alpha}
+    return {f"{model_key}.{name}": value for name, value in (sizes | modules).items()} | renamed
 
 
 def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
@@ -106,22 +141,12 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
     return file_of_bytes(name, ".jsonl", "".join(lines).encode())
 
 
-def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
-    """A row with a `prompt` (text or messages) and any other columns, in the columns of verl's files.
-
-    Text is a user's message. Other columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
-    ground truth. `data_source` is "own" by default. `keep_prompt`: `extra_info` holds the prompt too, unchanged.
-    """
-    messages, source = _messages(row), row.get("data_source")
-    truth = next((row[name] for name in _TRUTHS if row.get(name) is not None), None)
-    info = {**{name: value for name, value in row.items() if name not in _ROW_COLUMNS}, **(row.get("extra_info") or {})}
-    return {
-        "prompt": messages,
-        "data_source": "own" if source is None else source,
-        "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
-        **{name: row.get(name) for name in ("agent_name", "tools", TEMPLATE_KWARGS)},
-        "extra_info": {**info, PROMPT: row["prompt"]} if keep_prompt else info,
-    }
+def own_row(row: Row, *, keep_prompt: bool) -> Row:
+    """A row as `plain_rows.prompt_row` reads it; `keep_prompt`: its `extra_info` holds the prompt too, unchanged."""
+    read = prompt_row(row)
+    if keep_prompt:
+        read["extra_info"][PROMPT] = row[prompt_column(row)]
+    return read
 
 
 def demonstration_row(row: Row) -> Row:
@@ -131,16 +156,10 @@ def demonstration_row(row: Row) -> Row:
         return row | {"response": completion}
     if completion is None:
         return row
-    before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in _messages(row))
+    before = (
+        {**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in as_messages(row[prompt_column(row)])
+    )
     return row | {"messages": [*before, *completion]}
-
-
-def _messages(row: Row) -> Any:
-    """The row's prompt as messages; text is a user's message."""
-    if "prompt" not in row:
-        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that holds it")
-    prompt = row["prompt"]
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _plain(value: Any) -> Any:

@@ -22,9 +22,9 @@ from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
 from valor.models.reward import backbone
-from valor.models.teachers import teacher_model
 from valor.trainer.command import load_checked
 from valor.trainer.phases.standard import phases_of
+from valor.workers.teacher import teacher_model
 
 GIB = 2.0**30
 _USABLE = 0.92  # of a device's memory: the allocator's fragments and other libraries hold the rest
@@ -133,8 +133,8 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     if reward_model.is_role and "reward_model" not in elsewhere:
         scores = shape_of(backbone(reward_model), value_head=True)
         resident["reward_model"] = _resident(scores, reward_model.fsdp_config, machine, False)
-    if config.distillation.enabled and "teacher" not in elsewhere:
-        models = [teacher_model(config, teacher) for teacher in config.distillation.teacher_models.values()]
+    if config.distillation.enabled and config.distillation.models and "teacher" not in elsewhere:
+        models = [teacher_model(config, teacher) for teacher in config.distillation.models.values()]
         shapes = [shape_of(model) for model in models]
         resident["teachers"] = sum(_resident(x, config.distillation.fsdp_config, machine, False) for x in shapes)
         largest = max(range(len(shapes)), key=lambda number: shapes[number].weights)
@@ -305,6 +305,13 @@ def run(config: PPOConfig, settings: Sequence[str], gpus: int | None, nodes: int
         print(f"the pool {name} has processes of its own ({', '.join(pool.roles)}), which are not planned here")
     if expected.fits(machine):
         print("it fits")
+        roles: dict[str, Any] = {"actor_rollout_ref": config.actor_rollout_ref, "critic": config.critic}
+        if not config.critic.enable:
+            del roles["critic"]
+        on = [name for name, role in roles.items() if role.model.enable_gradient_checkpointing]
+        off = [f"{name}.model.enable_gradient_checkpointing=false" for name in on]
+        if off and estimate(load_checked([*settings, *off], PPOConfig).config, machine).fits(machine):
+            print(f"and without computing forward passes twice: {' '.join(off)}")
         return 0
     advice = remedy(settings, machine)
     fewer = "a smaller model, or more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"

@@ -20,7 +20,7 @@ from valor.algorithms.value_quality import (
     pearson,
 )
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
-from valor.tracking.metrics import explained_variance
+from valor.tracking.metrics import explained_variance, explained_variance_by_group
 
 PLACES = 11  # relative positions: 0, 0.1, …, 1
 _RESAMPLES = 1000
@@ -57,12 +57,15 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
     places = _relative_places(judged.mask)
     along, returns_along = judged.values.gather(1, places), judged.returns.gather(1, places)
     last = along[:, -1]
+    within, between = explained_variance_by_group(judged.values, judged.returns, judged.mask, judged.prompts)
     return {
         "responses": len(last),
         "prompts": len(set(judged.prompts)),
         "right": float(judged.right.double().mean()),
         "auc": _with_interval(lambda rows: auc(last[rows], judged.right[rows]), judged.prompts),
         "explained_variance": _finite(explained_variance(judged.values, judged.returns, judged.mask)),
+        "explained_variance_within": _finite(within),
+        "explained_variance_between": _finite(between),
         "verdicts": _histogram(last, judged.right),
         "calibration": {
             "last": _calibration(last, returns_along[:, -1]),

@@ -25,7 +25,7 @@ from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.data.templates import template_text
 from valor.errors import UserError
-from valor.hub import hub_answers
+from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers
 from valor.models.internals import checkpoint_layers
@@ -360,11 +360,7 @@ def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
     if "couldn't connect" in text or "offline mode" in text:
-        download = f"give a directory that holds it (`hf download {path} --local-dir DIR` where there is a network)"
-        return (
-            f"'{path}' is no local directory, it is not in the cache of the Hugging Face hub, and the hub cannot be "
-            f"reached: {download}, or set HF_ENDPOINT to a mirror"
-        )
+        return out_of_reach(path)
     if "not a valid model identifier" in text or "Repo id must" in text:
         return f"'{path}' is neither a local directory nor a {what} on the Hugging Face hub"
     if "does not recognize this architecture" in text or "Unrecognized" in text:

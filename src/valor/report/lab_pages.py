@@ -208,7 +208,9 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of what a reader wants first, as texts."""
     area, ece = card["auc"], card["calibration"]
     yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
-    yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
+    split = [short(card.get(f"explained_variance_{part}")) for part in ("within", "between")]
+    fit = f"of the returns of all policy tokens; {split[0]} within prompts, {split[1]} between them"
+    yield "Explained variance", short(card["explained_variance"]), fit
     yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
     if fit := card.get("distribution"):
         error = f"of its mean {short(fit['abs_error'])}; of P(return <= c) off by {short(fit['calibration_error'])}"

@@ -14,7 +14,7 @@ from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.samples import SIGNALS, sample_groups
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
-from valor.tracking.diagnosis import RULES
+from valor.tracking.diagnosis import RULES, WINDOW
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"
@@ -43,6 +43,8 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         tiles=tiles_of(run),
         findings=run.findings,
         num_rules=len(RULES),
+        window=WINDOW,
+        early=num_steps(run) < WINDOW,
         sections=sections | {"metrics": "Every metric", "config": "Configuration"},
         content=content,
         groups=sample_groups(run.samples),
@@ -78,6 +80,11 @@ def _opening(samples: list[dict[str, Any]]) -> int:
     return max(range(len(samples)), key=lambda i: (samples[i]["split"] == "train", differ[i], i), default=0)
 
 
+def num_steps(run: RunData) -> int:
+    """The last step that has metrics."""
+    return max((series.steps[-1] for series in run.metrics.values()), default=0)
+
+
 def _facts(run: RunData) -> Iterator[str]:
     """What the run was, in a few words each."""
     if estimator := get_at(run.config, "algorithm.adv_estimator"):
@@ -88,7 +95,7 @@ def _facts(run: RunData) -> Iterator[str]:
         yield "critic in closed form"
     elif (critic := get_at(run.config, "critic.model.path")) and "critic/vf_loss" in run.metrics:
         yield f"critic {model_name(str(critic))}"
-    yield f"{max(series.steps[-1] for series in run.metrics.values())} steps"
+    yield f"{num_steps(run)} steps"
     if step_seconds := run.metrics.get("timing_s/step"):
         yield f"{format_seconds(sum(step_seconds.finite()))} of training"
     if tokens := run.metrics.get("perf/total_num_tokens"):

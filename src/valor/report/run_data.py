@@ -62,7 +62,8 @@ def read_run(run_dir: Path) -> RunData:
         raise UserError(f"{run_dir} holds no {METRICS_FILE}: a run writes it if trainer.logger contains 'file'")
     steps = read_steps(path)
     metrics, histograms = as_series(steps)
-    if not metrics:
+    info = read_run_info(run_dir)
+    if not metrics and not info.get("stopped"):
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = read_yaml(config_file) if config_file.is_file() else {}
@@ -70,7 +71,10 @@ def read_run(run_dir: Path) -> RunData:
     for step, record in steps.items():
         diagnosis.add(step, record)
     findings = [*diagnosis.findings.values()]
-    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), histograms, findings)
+    if reason := info.get("stopped"):
+        last = max(steps, default=0)
+        findings.insert(0, Finding("stopped", f"the run ended early: {reason}", "start it again to go on", last, last))
+    return RunData(run_dir, metrics, config or {}, info, read_samples(run_dir), histograms, findings)
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:

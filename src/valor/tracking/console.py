@@ -18,6 +18,7 @@ from rich.console import Console
 from valor.tracking.progress import Phase, open_phases
 
 EVERY = 10.0  # seconds between lines about a phase
+_SHOWN = 100  # characters of a sample's prompt, and half of those of its response
 
 # label, keys in order of preference, number format; the line shows those that the step has
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -91,6 +92,14 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     for name, score in zip(names, validation.values(), strict=True):
         parts.append(f"val {name} {score:.3f}" if len(names) > 1 else f"val {score:.3f}")
     return "  ".join(parts)
+
+
+def sample_line(step: int, prompt: str, response: str, score: float) -> str:
+    """`step 10, a sample: 12+30= -> 42 [score 1]`, the end of a long prompt and the start of a long response."""
+    asked, answered = " ".join(prompt.split()), " ".join(response.split())
+    asked = asked if len(asked) <= _SHOWN else f"…{asked[-_SHOWN:]}"
+    answered = answered if len(answered) <= 2 * _SHOWN else f"{answered[: 2 * _SHOWN]}…"
+    return f"step {step}, a sample: {asked} -> {answered} [score {score:.3g}]"
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,15 +131,18 @@ def rollout_mismatch(run: Diagnosis) -> Verdict | None:
 
 
 def constant_reward(run: Diagnosis) -> Verdict | None:
+    steps = min(len(run.all(_SCORE)), WINDOW)
     scores = {*run.all("critic/score/min")[-WINDOW:], *run.all("critic/score/max")[-WINDOW:]}
-    if run.last(_SCORE) is None or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
+    still = not any(run.all("actor/grad_norm") or [1.0])  # seen from the first step on
+    if (steps < WINDOW and not still) or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
         return None
     (score,) = scores
     advice = "look at the samples in report.html: where answers are right, the grader does not see it (data_source of "
     advice += "the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
     if score > 0 and score == run.high:
         advice = "take harder prompts (data.train_files), or a grader that does not say yes to everything"
-    return f"every response of the last {WINDOW} steps has the reward {score:g}: nothing can be learnt from it", advice
+    seen = f"every response {f'of the last {WINDOW} steps' if steps == WINDOW else 'so far'} has the reward {score:g}"
+    return f"{seen}{', and the gradient is 0' if still else ''}: nothing can be learnt from it", advice
 
 
 def groups_without_signal(run: Diagnosis) -> Verdict | None:
@@ -174,7 +177,8 @@ def flat_reward(run: Diagnosis) -> Verdict | None:
 def critic_does_not_learn(run: Diagnosis) -> Verdict | None:
     explained, trained = run.all("critic/vf_explained_var"), len(run.all("critic/vf_loss"))
     present = run.last("critic/vf_explained_var")
-    if present is None or run.low == run.high:
+    ends = [run.all(f"critic/returns/{end}")[-WINDOW:] for end in ("min", "max")]
+    if present is None or run.low == run.high or (ends[0] and ends[0] == ends[1]):  # equal returns have no variance
         return None
     misleads = trained >= 10 and present < -0.2 and 0.1 < run.solved < 0.9
     if not misleads and (trained < 20 or max(explained) > 0.05):

@@ -45,18 +45,25 @@ def trains(name: str) -> Start[Any]:
 
 
 def load_checked(
-    argv: Sequence[str], root: type[Root], also: Callable[[Root], Any] = lambda config: None
+    argv: Sequence[str],
+    root: type[Root],
+    also: Callable[[Root], Any] = lambda config: None,
+    first: Callable[[Root], Any] = lambda config: None,
 ) -> LoadedConfig[Root]:
     """`valor.config.load` with the checks of those who act on the configuration, which import torch.
 
-    `also` is called before them. UserError: every mistake, a line each.
+    `also` is called before them, `first` before torch is imported. UserError: every mistake, a line each.
     """
 
     def check(config: Root) -> list[str]:
         also(config)
         return import_module("valor.trainer.checks").check(config)
 
-    return load(argv, root, check, lambda config: import_module("valor.trainer.checks").derived(config))
+    def derive(config: Root) -> dict[str, Any]:
+        first(config)
+        return import_module("valor.trainer.checks").derived(config)
+
+    return load(argv, root, check, derive)
 
 
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
@@ -66,11 +73,16 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
     def look(config: Any) -> None:
         if dry_run:
             lacks.extend(import_module("valor.trainer.dry_run").lacking(config))
-        else:
-            print("the configuration is read; loading torch and what the run needs", flush=True)
+
+    def look_first(config: Any) -> None:
+        if dry_run:
+            return
+        if lines := import_module("valor.trainer.missing").missing(config):
+            raise UserError("\n".join(lines))
+        print("the configuration is read; loading torch and what the run needs", flush=True)
 
     try:
-        loaded = load_checked(arguments, root, look)
+        loaded = load_checked(arguments, root, look, look_first)
     except UserError as error:
         raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan

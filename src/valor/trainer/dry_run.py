@@ -1,26 +1,27 @@
 """What a run would miss on this machine, or find unfit: all of it at once, before a model is loaded, for --dry-run."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from valor.collector.inputs import RunInputs, check_positions
 from valor.config import CriticRunConfig, PPOConfig, RMConfig, SupervisedConfig
 from valor.config.critic_runs import CriticSearchConfig
-from valor.data.files import read_records
+from valor.data.files import count_rows, read_records
+from valor.data.sampler import PromptSampler
 from valor.errors import UserError
 from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
 from valor.trainer.checks import placed
+from valor.trainer.missing import are_here, missing
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
 
-_ROWS = 20  # of each data set that are rendered and tokenised
+_ROWS = 2000  # of each data set that are rendered and tokenised
 
 
 def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
@@ -28,13 +29,13 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
 
     The checks are those of the run's own start, on few rows; a model that would be downloaded is not examined.
     """
-    lines: list[str] = []
+    lines = missing(config)
     for check in _checks(config):
         try:
             check()
         except UserError as error:
             lines += str(error).splitlines()
-    return list(dict.fromkeys(lines))
+    return list({line.partition(";")[0]: line for line in lines}.values())  # a missing file is told once
 
 
 def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]:
@@ -43,9 +44,10 @@ def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]
     if not isinstance(config, CriticRunConfig):
         for path in [*config.data.train_files, *(config.data.val_files or [])]:
             yield lambda path=path: next(read_records(path, optional=()))
+        yield partial(_check_batch, config)
     if isinstance(config, PPOConfig):
         yield from _ppo(config)
-    elif _is_here(config.model.path, config.model.tokenizer_path):
+    elif are_here(config.model.path, config.model.tokenizer_path):
         run: Any = RewardModelRun if isinstance(config, RMConfig) else SFTRun
         yield lambda: run(_on_few_rows(config), "")
 
@@ -56,37 +58,39 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
         yield partial(placed, config)
     if config.generator and not judge.replaces_rule:
         yield lambda: make_graders(config.reward).close()
-    if config.has_value_model and _is_here(config.critic.model.path):
+    if config.has_value_model and are_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
-    if not _is_here(policy.model.path, policy.model.tokenizer_path):
+    if not are_here(policy.model.path, policy.model.tokenizer_path):
         return
     yield partial(check_positions, config)
-    if _is_here(config.critic.model.path):
+    if are_here(config.critic.model.path):
         yield lambda: check_critic(config, load_policy_tokenizer(config))
-    if config.generator and judge.is_role and _is_here(judge.model_path):
+    if config.generator and judge.is_role and are_here(judge.model_path):
         yield partial(reward_model_kind, judge)
-    if not isinstance(config, CriticRunConfig) and _is_here(judge.model_path if judge.is_role else None):
+    if not isinstance(config, CriticRunConfig) and are_here(judge.model_path if judge.is_role else None):
         yield lambda: RunInputs(_on_few_rows(config)).close()
 
 
 def _on_few_rows(config: Any) -> Any:
-    """The same run on the first rows of its data, which may be fewer than a batch has."""
+    """The same run on the first rows of its data; with batches of one row where these are not all."""
     limits = {name: getattr(config.data, name) for name in ("train_max_samples", "val_max_samples")}
     few = {name: min(limit, _ROWS) if limit > 0 else _ROWS for name, limit in limits.items()}
-    data = config.data.model_copy(update={**few, "shuffle": False, "train_batch_size": 1, "gen_batch_size": None})
+    size = config.data.train_batch_size if _num_rows(config) <= _ROWS else 1
+    data = config.data.model_copy(update={**few, "shuffle": False, "train_batch_size": size, "gen_batch_size": None})
     return config.model_copy(update={"data": data})
 
 
-def _is_here(*paths: str | None) -> bool:
-    """Whether each model is a directory, or can only be one, or is in the hub's cache on this machine. None counts."""
-    return all(
-        path is None
-        or Path(path).exists()
-        or path.startswith(("/", "~", "."))
-        or path.count("/") != 1
-        or isinstance(try_to_load_from_cache(path, "config.json"), str)
-        for path in paths
-    )
+def _check_batch(config: Any) -> None:
+    """UserError: the training files have fewer rows than a batch."""
+    PromptSampler(_num_rows(config), config.data.train_batch_size)
+
+
+def _num_rows(config: Any) -> int:
+    """Rows of the training files, as many as are used; of a class of the user's own, any number."""
+    if getattr(getattr(config.data, "custom_cls", None), "path", None) is not None:
+        return sys.maxsize
+    rows, limit = sum(map(count_rows, config.data.train_files)), config.data.train_max_samples
+    return min(rows, limit) if limit > 0 else rows
 
 
 def _check_folder(folder: Path) -> None:

@@ -86,14 +86,6 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     uses = _and(penalty and "KL penalty in the reward", loss and "KL loss", config.has_probe and "critic's features")
     needed = config.needs_reference
     yield "reference", f"{policy.model.path}: {uses}" if needed else "none (no KL term is on)"
-    if (teach := config.distillation).enabled:
-        loss = teach.distillation_loss
-        how = f"as {loss.signal} of each token" if loss.use_policy_gradient else "as a loss"
-        beside = f"{teach.coefficient:g} x beside the task's reward" if loss.use_task_rewards else "alone"
-        yield (
-            "teachers",
-            f"{' '.join(str(t.model_path) for t in teach.teacher_models.values())}: {loss.loss_mode} {how}, {beside}",
-        )
     yield "reward", _reward(config)
     main = "roles of no pool below" if config.pools else "all roles"
     controller = "ray" if config.pools else config.trainer.controller

@@ -16,7 +16,7 @@ from valor.config.tree import flatten
 from valor.data.batch import Batch, Episodes
 from valor.report.page import build_report
 from valor.report.run_data import read_steps
-from valor.tracking.console import say, show_progress
+from valor.tracking.console import sample_line, say, show_progress
 from valor.tracking.diagnosis import Diagnosis
 from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
@@ -75,7 +75,8 @@ class RunRecorder:
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             versions = {package: _version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
-            write_run_info(self.run_dir, name=trainer.experiment_name, command=self._command, versions=versions)
+            facts = {"name": trainer.experiment_name, "command": self._command, "versions": versions, "stopped": None}
+            write_run_info(self.run_dir, **facts)
             yield
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -123,8 +124,9 @@ class PPORecorder(RunRecorder):
             self._next_report = time.monotonic() + _FIRST_REPORT
             try:
                 yield
-            except BaseException:
+            except BaseException as reason:
                 with suppress(Exception):  # the error that ended the run matters, not one of its report
+                    write_run_info(self.run_dir, stopped=str(reason) or type(reason).__name__)
                     self.finish()
                 raise
 
@@ -151,7 +153,7 @@ class PPORecorder(RunRecorder):
 
     def finish(self) -> None:
         if self.config.trainer.report:
-            build_report(self.run_dir)
+            self.say(f"report: {build_report(self.run_dir)}")
 
     def _write(
         self, split: Split, step: int, batch: Batch, scores: Sequence[float], count: int, folder: str | None
@@ -163,6 +165,9 @@ class PPORecorder(RunRecorder):
         shown = [self._sample(first, *pair) for pair in zip(Episodes(first).rows, scores, strict=False)]
         if shown:
             write_samples(self.run_dir, step, shown, split=split)
+            every = self.config.trainer.console_sample_freq
+            if split == "train" and every > 0 and (step - 1) % every == 0:
+                self.say(sample_line(step, shown[0].prompt, "".join(shown[0].tokens), shown[0].reward))
         if folder is not None:
             row_scores = [score for score, episode in zip(scores, rows, strict=True) for _ in episode]
             file = Path(folder).expanduser() / f"{step}.jsonl"

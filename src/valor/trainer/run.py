@@ -1,5 +1,6 @@
 """The loop that every training run shares: start, resume, take steps, log, save, stop, export."""
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,13 +9,14 @@ from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
+from valor.controller.placement import MAIN, Placement
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
-from valor.tracking.rundir import disk_errors, locked
+from valor.tracking.rundir import disk_errors, locked, write_run_info
 from valor.trainer.changes import changes
 from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR
@@ -22,6 +24,7 @@ from valor.trainer.recorder import RunRecorder
 from valor.trainer.signals import StopRequest
 
 _SHOWN_CHANGES = 4  # in the one line of a refusal
+_MUCH_SPACE = 1e9  # bytes
 _SETTLE_SECONDS = 30.0  # for processes to end the call in which one of them has failed
 
 Steps = Generator[dict[str, Any], None, int]
@@ -37,6 +40,7 @@ class Run(ABC):
     """
 
     title: ClassVar[str] = "training"
+    placement: Placement
     roles: Pools
     trained_roles: Sequence[str]
     sampler: PromptSampler
@@ -102,7 +106,9 @@ class Run(ABC):
                 self.resume(checkpoint)
             if not self.finished:
                 self.record.checkpoints.check_space(self._checkpoint_bytes())
+                self._say_space()
             stack.enter_context(self.record.opened(self.step, self.total_steps))
+            write_run_info(self.record.run_dir, threads=self.placement.pools[MAIN].num_threads)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             yield self.before_steps()
@@ -111,6 +117,7 @@ class Run(ABC):
                 stop.at_once = False
                 with self._saved_at_an_early_end():
                     metrics = self._next_step()
+                    report_progress(self.step)
                     if self.validates_now():
                         metrics |= self.validate()
                     # Logged before it is saved: a run killed in between repeats the step, and its line with it.
@@ -118,7 +125,6 @@ class Run(ABC):
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
-                report_progress(self.step)
                 yield metrics
             stop.at_once = False
             self.after_steps()
@@ -236,6 +242,18 @@ class Run(ABC):
             )
         for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
+
+    def _say_space(self) -> None:
+        """How much of the disk the run's checkpoints will take, where that is much."""
+        trainer, size = self.config.trainer, self._checkpoint_bytes()
+        count = 1 + ((self.total_steps - 1) // trainer.save_freq if trainer.save_freq > 0 else 0)
+        count = min(count, trainer.max_ckpt_to_keep or count)
+        if size * count >= _MUCH_SPACE:
+            each, free = size / 1e9, shutil.disk_usage(self.record.run_dir).free / 1e9
+            self.record.say(
+                f"disk: {count} x {each:.1f} GB of checkpoints (trainer.save_freq, trainer.max_ckpt_to_keep) and the "
+                f"exported models, {free:.0f} GB are free"
+            )
 
     def _checkpoint_bytes(self) -> int:
         return sum(self.roles[role].checkpoint_bytes() for role in self.trained_roles)

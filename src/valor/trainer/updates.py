@@ -170,7 +170,7 @@ class Critics:
         (name,) = self.names
         (rows,) = self.updates.mini_batches("critic", batch, step)
         self.updates.skips.updating = True
-        with phase("train critic", 1, unit="mini-batch"):
+        with phase("train critic", unit="micro-batch"):
             result = self.roles[name].update_with_values(rows, self._estimator)
         metrics = result.meta.pop("metrics")
         self.updates.skips.count(name, bool(metrics["skipped"]), step)

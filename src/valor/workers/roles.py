@@ -62,8 +62,8 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
     "teacher": Role(
         TeacherWorker,
         lambda config: config.distillation,
-        wanted=lambda config: config.distillation.enabled,
-        members=lambda config: len(config.distillation.teacher_models),
+        wanted=lambda config: config.distillation.enabled and bool(config.distillation.models),
+        members=lambda config: len(config.distillation.models),
     ),
     "critic": Role(
         CriticWorker,
@@ -82,8 +82,9 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
 
 
 def teacher_names(config: PPOConfig) -> list[str]:
-    """The teachers' roles, in the order of `distillation.teacher_models`: `teacher`, `teacher_2`, …; none without."""
-    return ROLES["teacher"].names(config, "teacher") if ROLES["teacher"].wanted(config) else []
+    """The role of each of `distillation.teacher_models`: `teacher`, `teacher_2`, …, or `actor`."""
+    teach = config.distillation
+    return ROLES["teacher"].names(config, "teacher") if teach.models else ["actor"] * len(teach.teacher_models)
 
 
 def role_specs(

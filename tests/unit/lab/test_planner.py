@@ -88,6 +88,11 @@ def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
     assert cli.main(["plan", "--gpus", "8", "--memory", "80", *given]) == 0
     said = capsys.readouterr().out
     assert said.endswith("it fits\n") and "8 x GPU (80.0 GiB)" in said and "update_actor" in said
+    assert cli.main(["plan", "--gpus", "16", "--memory", "180", *given]) == 0
+    off = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    assert capsys.readouterr().out.endswith(f"it fits\nand without computing forward passes twice: {off}\n")
+    assert cli.main(["plan", "--gpus", "16", "--memory", "180", *given, off]) == 0
+    assert capsys.readouterr().out.endswith("it fits\n")
     assert cli.main(["plan", "--gpus", "4", "--memory", "40", *given]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("it does not fit in ") and "fsdp_config." in said

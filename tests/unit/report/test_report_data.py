@@ -5,9 +5,11 @@ import json
 import pytest
 
 from valor.errors import UserError
+from valor.report.page import build_report
 from valor.report.pictures import panels, timing
 from valor.report.run_data import Series, as_series, evenly_spaced, read_run, read_samples, read_steps, thin
 from valor.tracking.generations import Sample, write_samples
+from valor.tracking.rundir import write_run_info
 
 
 def write_metrics(path, *records, tail=""):
@@ -64,6 +66,21 @@ def test_a_folder_without_metrics_is_a_user_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="is empty"):
         read_run(tmp_path)
+
+
+def test_a_run_that_ended_in_its_first_step_has_a_report_that_says_why(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    write_run_info(tmp_path, stopped="8 of 8 samples could not be graded")
+    page = build_report(tmp_path).read_text()
+    assert "The run ended early: 8 of 8 samples could not be graded." in page and "Too early to say" not in page
+
+
+@pytest.mark.parametrize(("steps", "early"), [(4, True), (5, False)])
+def test_a_run_of_few_steps_gets_no_all_clear(tmp_path, steps, early):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": 1}}\n' for i in range(1, steps + 1)))
+    page = build_report(tmp_path).read_text()
+    assert ("Too early to say: most checks compare 5 steps or more" in page) == early
+    assert ("Nothing: none of the" in page) != early
 
 
 def test_thinning_keeps_every_spike_and_both_ends():

@@ -116,3 +116,35 @@ def test_a_run_that_has_learnt_everything_is_not_warned_of_its_reward():
         metrics = {"critic/score/mean": mean, "critic/score/min": float(mean == 1), "critic/score/max": 1.0}
         found.add(step, metrics | {"training/global_step": step, "actor/lr": 1e-6})
     assert found.findings == {}
+
+
+def still_step(step: int, **more: float) -> dict:
+    same = {f"critic/score/{name}": 0.0 for name in ("mean", "min", "max")}
+    return {"training/global_step": step, **same, "actor/grad_norm": 0.0, "actor/lr": 1e-6, **more}
+
+
+def test_one_reward_and_no_gradient_is_told_from_the_first_step():
+    (found,) = Diagnosis({}).add(1, still_step(1))
+    assert (
+        found.rule == "constant_reward"
+        and "every response so far has the reward 0, and the gradient is 0" in found.text
+    )
+    assert Diagnosis({}).add(1, still_step(1, **{"actor/grad_norm": 0.5})) == []  # a critic's advantages move it
+
+
+def test_a_critic_has_nothing_to_explain_where_every_return_is_the_same():
+    def alarms(spread: float) -> set[str]:
+        diagnosis = Diagnosis({"critic.optim.lr": 1e-5})
+        for step in range(1, 41):
+            late = step > 30  # solved
+            numbers = {"critic/score/mean": 1.0 if late else 0.5, "critic/score/max": 1.0}
+            numbers |= {
+                "critic/score/min": 1.0 if late else 0.0,
+                "critic/vf_explained_var": -0.5,
+                "critic/vf_loss": 0.1,
+            }
+            numbers |= {"critic/returns/max": 1.0, "critic/returns/min": 1.0 - spread}
+            diagnosis.add(step, still_step(step, **numbers))
+        return {name for name, found in diagnosis.findings.items() if found.last > 35}
+
+    assert "critic_does_not_learn" in alarms(0.5) and "critic_does_not_learn" not in alarms(0.0)

@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 
 def run(capsys, words, *overrides):
-    code = cli.main([*words.split(), "--dry-run", *overrides])
+    code = cli.main([*words.split(), "--dry-run", "data.train_batch_size=1", *overrides])
     said = capsys.readouterr()
     return code, said.out, said.err.splitlines()
 
@@ -99,6 +99,18 @@ def test_what_graders_would_miss(model, tmp_path, capsys):
         given = [f"actor_rollout_ref.model.path={model}", f"data.train_files={path}", "data.max_response_length=64"]
         code, _, lines = run(capsys, "ppo", *given)
         assert code == 2 and len(lines) == 1 and told in lines[0]
+
+
+@pytest.mark.parametrize("words", ["ppo", "sft"])
+def test_more_rows_a_step_than_there_are(words, model, tmp_path, capsys):
+    told = "the training data has 3 prompts, fewer than one batch of 4: lower data.train_batch_size"
+    record = GOOD if words == "ppo" else {"prompt": "1+1=", "response": "2"}
+    given = [f"data.train_files={rows(tmp_path / 'a.jsonl', *[record] * 3)}", "data.train_batch_size=4"]
+    given += [f"{'actor_rollout_ref.' * (words == 'ppo')}model.path={model}"]
+    given += ["data.max_response_length=64"] * (words == "ppo")
+    code, _, lines = run(capsys, words, *given)
+    assert code == 2 and len(lines) == 1 and told in lines[0], lines
+    assert run(capsys, words, *given, "data.train_batch_size=3")[0] == 0
 
 
 def test_supervised_runs_are_checked_too(model, tmp_path, capsys):

@@ -8,11 +8,12 @@ from torch import Tensor
 from valor import algorithms
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig
+from valor.config.distillation import TeacherConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.teachers import routed
+from valor.trainer.teachers import COLUMNS, reading_more, routed
 from valor.workers.actor import sampled_options
 from valor.workers.roles import teacher_names
 
@@ -24,7 +25,7 @@ class Teachers(Phase):
 
     name = "teachers"
     timer = "teacher"
-    reads = frozenset(("data_source", "extra_info"))
+    reads = frozenset(COLUMNS)
     adds = frozenset((TEACHER,))
 
     @classmethod
@@ -46,11 +47,14 @@ class Teachers(Phase):
                 f"{mode} compares whole distributions, which pipeline stages do not have: set actor_rollout_ref.actor."
                 "megatron.pipeline_model_parallel_size=1, or an estimator such as k3": teach.of_distributions
                 and staged,
-                f"{mode} compares whole distributions, beside the actor: take teacher out of resource_pools, or set an "
-                "estimator such as loss_mode=k3": teach.of_distributions and pooled,
+                f"{mode} compares whole distributions, beside the actor: set distillation.nnodes=0, or "
+                "an estimator such as loss_mode=k3": teach.of_distributions and pooled,
                 f"the critic of {estimator} would learn for nothing, as distillation.distillation_loss.use_task_rewards"
                 f"=false leaves its advantages out: set {as_reward} with use_policy_gradient=true, or "
                 "algorithm.adv_estimator=grpo": teach.replaces_advantages and config.critic.enable,
+                "distillation.teacher_models.<name>.prompt_template is for answers of one turn, and here episodes are "
+                "played: drop it": config.plays_episodes
+                and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
                 f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
                 "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
                 f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
@@ -63,9 +67,12 @@ class Teachers(Phase):
 
     def plan(self) -> str:
         teach = self.config.distillation
-        names = " ".join(f"{name}={teacher.model_path}" for name, teacher in teach.teacher_models.items())
-        by = f", by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
-        return f"{names}{by}"
+        loss = teach.distillation_loss
+        names = ", ".join(f"{name} ({t.model_path or 'the policy'})" for name, t in teach.teacher_models.items())
+        by = f" by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
+        form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
+        beside = f"{teach.coefficient:g} x beside the task's reward" if loss.use_task_rewards else "alone"
+        return f"{names}{by}; {loss.loss_mode} is {form}, {beside}"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         return Batch({TEACHER: routed(batch, self.config.distillation)}), {}
@@ -76,13 +83,13 @@ class TeacherLogProbs(Phase):
 
     name = "teacher"
     role = "teacher"
-    reads = frozenset((*ROW_FIELDS, TEACHER, "response_mask", "rollout_log_probs"))
-    reads_if_there = frozenset(("episode",))
+    reads = frozenset((*ROW_FIELDS, TEACHER, "response_mask", "rollout_log_probs", *COLUMNS))
+    reads_if_there = frozenset(("episode", "messages", "template_kwargs"))
     adds = frozenset(("teacher_log_probs",))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.distillation.of_samples
+        return config.distillation.of_samples and bool(config.distillation.models)
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """Metrics: `distillation/reverse_kl`, the mean of log π − log ν over policy tokens; of several teachers also
@@ -93,17 +100,35 @@ class TeacherLogProbs(Phase):
             for index, (name, role) in enumerate(zip(teach.teacher_models, teacher_names(self.config), strict=True)):
                 rows = (number == index).nonzero()[:, 0]
                 if len(rows):
-                    log_probs[rows] = self.resources.roles[role].compute_log_probs(batch.take(rows))[
-                        "teacher_log_probs"
-                    ]
+                    log_probs[rows] = self._scored(batch.take(rows), role, teach.teacher_models[name])
                     if len(teach.teacher_models) > 1:
                         metrics |= self._gap(f"/{name}", batch.take(rows), log_probs[rows])
         return Batch({"teacher_log_probs": log_probs}), metrics | self._gap("", batch, log_probs)
+
+    def _scored(self, rows: Batch, role: str, teacher: TeacherConfig) -> Tensor:
+        """[B, T] log-probs that a teacher gives the rows' responses."""
+        if teacher.prompt_template is not None:
+            options = self.config.data.apply_chat_template_kwargs
+            rows = reading_more(rows, teacher.prompt_template, self.resources.collector.inputs.tokenizer, options)
+        rows.meta["temperature"] = teacher.temperature or rows.meta["temperature"]
+        if role == "actor":
+            return self.resources.roles[role].compute_log_probs(rows, with_entropy=False)["old_log_probs"]
+        return self.resources.roles[role].compute_log_probs(rows)["teacher_log_probs"]
 
     def _gap(self, of: str, batch: Batch, log_probs: Tensor) -> Metrics:
         mask = batch["response_mask"]
         gap = algorithms.log_ratio(batch["rollout_log_probs"], log_probs)
         return {f"distillation/reverse_kl{of}": float(algorithms.masked_mean(gap, mask))}
+
+
+class SelfTeacherLogProbs(TeacherLogProbs):
+    """One pass of the policy itself, which reads more than it did when it answered."""
+
+    role = "actor"
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.of_samples and not config.distillation.models
 
 
 class TeacherRewards(Phase):

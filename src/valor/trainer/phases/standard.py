@@ -8,7 +8,7 @@ from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
 from valor.trainer.phases.critic_masks import CriticMasks
-from valor.trainer.phases.distillation import TeacherLogProbs, TeacherRewards, Teachers
+from valor.trainer.phases.distillation import SelfTeacherLogProbs, TeacherLogProbs, TeacherRewards, Teachers
 from valor.trainer.phases.group_baseline import GroupBaseline
 from valor.trainer.phases.measure import BatchMetrics, Samples
 from valor.trainer.phases.old_log_probs import (
@@ -35,6 +35,7 @@ STANDARD: list[type[Phase]] = [
     ReferenceLogProbs,
     Teachers,
     TeacherLogProbs,
+    SelfTeacherLogProbs,
     Rewards,
     TeacherRewards,
     ValuesInTheUpdate,

@@ -1,0 +1,61 @@
+"""TRL's words for settings, in the grammar of `valor.config.verl`: read as a key here, or answered with what to set."""
+
+TABLE = """
+learning_rate -> {A}.optim.lr optim.lr
+num_generations -> {R}.n
+(max_completion_length max_new_tokens response_length) -> data.max_response_length
+max_prompt_length -> data.max_prompt_length
+(max_length max_seq_length) -> data.max_length
+num_train_epochs -> trainer.total_epochs
+max_steps [-1] : the length is trainer.total_epochs
+max_steps -> trainer.total_training_steps
+output_dir -> trainer.default_local_dir
+run_name -> trainer.experiment_name
+save_steps -> trainer.save_freq
+save_total_limit -> trainer.max_ckpt_to_keep
+eval_steps -> trainer.test_freq
+seed -> trainer.seed
+model_name_or_path -> {M}.path model.path
+gradient_checkpointing -> {M}.enable_gradient_checkpointing model.enable_gradient_checkpointing
+(num_iterations num_ppo_epochs) -> {A}.ppo_epochs
+(epsilon cliprange) -> {A}.clip_ratio
+epsilon_high -> {A}.clip_ratio_high
+cliprange_value -> critic.cliprange_value
+(temperature top_p top_k) -> {R}.
+vllm_gpu_memory_utilization -> {R}.gpu_memory_utilization
+lora_r -> {M}.lora_rank model.lora_rank
+lora_target_modules -> {M}.target_modules model.target_modules
+(lora_alpha lora_rank) -> {M}. model.
+warmup_steps -> {A}.optim.lr_warmup_steps optim.lr_warmup_steps
+warmup_ratio -> {A}.optim.lr_warmup_steps_ratio optim.lr_warmup_steps_ratio
+max_grad_norm -> {A}.optim.clip_grad optim.clip_grad
+(weight_decay lr_scheduler_type) -> {A}.optim. optim.
+scale_rewards [true, false] -> algorithm.norm_adv_by_std_in_grpo
+scale_rewards [group] : it is how algorithm=grpo divides
+beta [0] : no KL term is on unless it is asked for
+(use_vllm bf16 fp16 push_to_hub) [false] : it is off
+(log_completions logging_steps logging_strategy) : every step is logged, samples too
+(remove_unused_columns dataloader_num_workers disable_tqdm) : every column reaches the grader
+per_device_eval_batch_size : validation is shared out by tokens
+resume_from_checkpoint [true] : a run goes on from its newest checkpoint
+beta ? set actor_rollout_ref.actor.use_kl_loss=true and actor_rollout_ref.actor.kl_loss_coef
+kl_coef ? set algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.kl_coef
+vf_coef ? the critic has an optimizer: set critic.optim.lr
+scale_rewards ? set algorithm.norm_adv_by_std_in_grpo=true (by the group) or false
+loss_type ? set actor_rollout_ref.actor.loss_agg_mode: seq-mean-token-mean is grpo's, token-mean dapo's,
+    seq-mean-token-sum-norm dr_grpo's
+importance_sampling_level ? for sequence set actor_rollout_ref.actor.policy_loss.loss_mode=gspo; token is the default
+(per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation num_mini_batches) ?
+    set data.train_batch_size, the rows of a step on all devices (PPO and GRPO: prompts, not samples), and
+    actor_rollout_ref.actor.ppo_mini_batch_size, the prompts of an update; micro-batches follow from a token budget
+(bf16 fp16 dtype torch_dtype) ? set fsdp_config.dtype=bfloat16 or float32 (PPO: below
+    actor_rollout_ref.actor and critic)
+report_to ? set trainer.logger=[console,file] with wandb, tensorboard, trackio or mlflow behind them
+(save_strategy eval_strategy evaluation_strategy) ? set trainer.save_freq and trainer.test_freq in steps
+use_vllm ? set actor_rollout_ref.rollout.name=vllm
+attn_implementation ? set model.override_config={{attn_implementation:…}} (PPO: below actor_rollout_ref)
+dataset_name ? make files first (valor data prepare), then set data.train_files
+resume_from_checkpoint ? set trainer.resume_mode=resume_path and trainer.resume_from_path
+(push_to_hub hub_model_id) ? after the run: valor publish
+(adam_beta1 adam_beta2 adam_epsilon) ? set optim.betas and optim.eps (PPO: below actor_rollout_ref.actor)
+"""

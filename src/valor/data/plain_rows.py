@@ -1,0 +1,49 @@
+"""Rows of questions and answers under their usual names, as rows in the columns of prompt files."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from valor.data.messages import TEMPLATE_KWARGS
+from valor.errors import UserError
+
+_QUESTIONS = ("prompt", "question", "problem")
+_TRUTHS = ("ground_truth", "answer", "solution")
+_ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_info", "ability", "ground_truth")
+
+
+def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool:
+    """Whether rows with these columns are questions, with or without answers, rather than in those of prompt files."""
+    asks = any(name in columns for name in (prompt_key, *_QUESTIONS))
+    return asks and "reward_model" not in columns and (source_key not in columns or bool({*_TRUTHS} & {*columns}))
+
+
+def prompt_row(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
+    """A row with a `prompt`, `question` or `problem` (text or messages) and any other columns, as prompt files have it.
+
+    Text is a user's message. Other columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
+    ground truth. The data source is "own" by default. UserError: there is no prompt.
+    """
+    key = prompt_column(row, prompt_key)
+    source = row.get(source_key)
+    truth = next((row[name] for name in _TRUTHS if row.get(name) is not None), None)
+    info = {name: value for name, value in row.items() if name not in (*_ROW_COLUMNS, key, source_key)}
+    return {
+        prompt_key: as_messages(row[key]),
+        source_key: "own" if source is None else source,
+        "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
+        **{name: row.get(name) for name in ("agent_name", "tools", TEMPLATE_KWARGS)},
+        "extra_info": {**info, **(row.get("extra_info") or {})},
+    }
+
+
+def prompt_column(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
+    """The column that holds the row's prompt. UserError: there is none."""
+    key = next((name for name in (prompt_key, *_QUESTIONS) if name in row), None)
+    if key is None:
+        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that holds it")
+    return key
+
+
+def as_messages(prompt: Any) -> Any:
+    """Text as a user's message; messages as they are."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

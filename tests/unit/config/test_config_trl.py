@@ -1,0 +1,106 @@
+"""TRL's words for settings, names of algorithms, and sizes that follow the batch."""
+
+import re
+
+import pytest
+
+from valor.config import PPOConfig, SFTConfig, load
+from valor.config.tree import exists, get_at, is_section
+from valor.config.trl import TABLE
+from valor.config.verl import SPELLINGS
+from valor.errors import UserError
+
+ROWS = [rule for rule in SPELLINGS if "." not in rule.pattern and re.search(rf"\b{rule.pattern}\b", TABLE)]
+READ = sorted({rule.pattern for rule in ROWS if rule.target})
+ANSWERED = sorted({rule.pattern for rule in ROWS if rule.answered})
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("word", READ)
+def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
+    value = {"lr_scheduler_type": "linear", "output_dir": "o", "run_name": "o", "lora_target_modules": "o"}.get(word, 1)
+    targets = [rule.target for rule in ROWS if rule.pattern == word and rule.target]
+    assert any(
+        exists(root, target) and not is_section(root, target) for root in (PPOConfig, SFTConfig) for target in targets
+    )
+    if not any(exists(root, target) for target in targets):
+        with pytest.raises(UserError, match=f"unknown key '{word}'|^{word}="):
+            load([f"{word}={value}"], root)
+        return
+    value = "true" if word in ("gradient_checkpointing", "scale_rewards") else value
+    loaded = load([f"{word}={value}"], root)
+    (key,) = [target for target in targets if exists(root, target)]
+    assert str(get_at(loaded.config, key)).lower() in (str(value), f"{value}.0", f"['{value}']")
+    assert any(note.startswith(f"{word} is read as {key}") for note in loaded.notes) and key in loaded.explicit_keys
+
+
+@pytest.mark.parametrize("word", ANSWERED)
+def test_each_other_word_is_answered_with_keys_that_exist(word):
+    with pytest.raises(UserError) as caught:
+        load([f"{word}=7"])
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{word}=7: ")
+    named = re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", line)
+    ends = {
+        key
+        for root in (PPOConfig, SFTConfig)
+        for key in (
+            f"{prefix}{name}" for name in named for prefix in ("", "actor_rollout_ref.actor.", "actor_rollout_ref.")
+        )
+        if exists(root, key)
+    }
+    assert all(any(key.endswith(name) for key in ends) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("argv", "estimator", "n", "critic"),
+    [
+        (["algorithm=ppo"], "gae", 1, True),
+        (["algorithm.adv_estimator=ppo"], "gae", 1, True),
+        (["algorithm=grpo"], "grpo", 8, False),
+        (["algorithm=grpo", "num_generations=4"], "grpo", 4, False),
+        (["actor_rollout_ref.rollout.n=1", "algorithm=grpo"], "grpo", 1, False),
+        (["algorithm.adv_estimator=grpo"], "grpo", 1, False),  # as in verl
+        (["algorithm=opo"], "opo", 1, False),
+    ],
+)
+def test_an_algorithm_by_its_name(argv, estimator, n, critic):
+    config = load(argv).config
+    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n, config.critic.enable) == (
+        estimator,
+        n,
+        critic,
+    )
+
+
+def test_dr_grpo_is_grpo_without_its_two_biases():
+    config = load(["algorithm=dr_grpo", "algorithm.gamma=0.5"]).config
+    assert config.algorithm.adv_estimator == "grpo" and not config.algorithm.norm_adv_by_std_in_grpo
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm" and config.algorithm.gamma == 0.5
+
+
+def test_two_algorithms_are_a_mistake():
+    with pytest.raises(UserError, match=r"algorithm=grpo and algorithm\.adv_estimator=gae are different"):
+        load(["algorithm=grpo", "algorithm.adv_estimator=gae"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "actor", "critic"),
+    [
+        ([], 256, 256),
+        (["data.train_batch_size=8"], 8, 8),
+        (["data.train_batch_size=512"], 256, 256),
+        (["data.train_batch_size=512", f"{MINI}=null"], 512, 512),
+        (["data.train_batch_size=8", f"{MINI}=4"], 4, 4),
+        (["data.train_batch_size=8", f"{MINI}=4", "critic.ppo_mini_batch_size=null"], 4, 4),
+        (["data.train_batch_size=8", "critic.ppo_mini_batch_size=2"], 8, 2),
+        (["--config-name=ppo_config", "data.train_batch_size=4"], 4, 4),
+    ],
+)
+def test_a_mini_batch_is_at_most_the_batch_unless_it_is_asked_to_be_more(argv, actor, critic):
+    config = load(argv).config
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == actor
+    assert config.critic.ppo_mini_batch_size == critic
+    with pytest.raises(UserError, match="prompts is more than"):
+        load([*argv, f"{MINI}=1025"])

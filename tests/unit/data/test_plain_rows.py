@@ -1,0 +1,49 @@
+"""Files of questions and answers, read as the rows of prompt files."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from valor.data.files import count_rows, read_rows
+from valor.errors import UserError
+
+USER = [{"role": "user", "content": "1+1="}]
+
+
+def written(folder, kind: str, rows: list[dict]):
+    file = folder / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows) if kind == "jsonl" else json.dumps(rows))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "source", "truth", "extra"),
+    [
+        ({"question": "1+1=", "answer": "2"}, "own", "2", {"answer": "2"}),
+        ({"prompt": USER, "solution": "2", "level": 3}, "own", "2", {"solution": "2", "level": 3}),
+        ({"problem": "1+1=", "ground_truth": "2"}, "own", "2", {}),
+        ({"prompt": "1+1=", "data_source": "gsm8k", "answer": "2"}, "gsm8k", "2", {"answer": "2"}),
+        ({"prompt": "1+1="}, "own", None, {}),
+    ],
+)
+def test_usual_names_of_columns_are_understood(tmp_path, kind, row, source, truth, extra):
+    file = written(tmp_path, kind, [row] * 3)
+    rows = read_rows(file)
+    assert len(rows) == count_rows(file) == 3
+    assert (rows[2].messages, rows[2].data_source, rows[2].ground_truth) == (USER, source, truth)
+    assert rows[2].extra_info == extra
+
+
+def test_prompt_files_stay_what_they_are_and_others_are_told_the_way(tmp_path):
+    row = {"prompt": USER, "data_source": "s", "reward_model": {"ground_truth": "2"}, "answer": "not this"}
+    assert read_rows(written(tmp_path, "jsonl", [row]))[0].ground_truth == "2"
+    with pytest.raises(UserError, match=r"column 'prompt', 'data_source', 'reward_model' missing .*valor data prep"):
+        read_rows(written(tmp_path, "jsonl", [{"text": "x"}]))
+    with pytest.raises(UserError, match="line 2: a row has no 'prompt'"):
+        read_rows(written(tmp_path, "jsonl", [{"question": "x", "answer": "y"}, {"answer": "y"}]))

@@ -1,0 +1,38 @@
+"""Arguments of a Python call under TRL's names."""
+
+import pytest
+from peft import LoraConfig
+
+from valor.errors import UserError
+from valor.lab.given import of_trl
+
+MODEL = "actor_rollout_ref.model"
+
+
+def test_trls_names_of_arguments():
+    given = {"train_dataset": [1], "eval_dataset": [2], "processing_class": 3, "reward_funcs": 4, "learning_rate": 5}
+    expected = {"train_data": [1], "val_data": [2], "tokenizer": 3, "reward": 4, "learning_rate": 5}
+    assert of_trl(given, MODEL) == expected == of_trl(expected, MODEL)
+
+
+def test_adapters_of_peft():
+    peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"])
+    expected = {f"{MODEL}.lora_rank": 4, f"{MODEL}.lora_alpha": 8, f"{MODEL}.target_modules": ["k_proj", "q_proj"]}
+    assert of_trl({"peft_config": peft}, MODEL) == expected
+    assert of_trl({"peft_config": None}, MODEL) == {}
+    with pytest.raises(UserError, match="adapters here have no lora_dropout"):
+        of_trl({"peft_config": LoraConfig(r=4, lora_dropout=0.1)}, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ({"args": 1}, "args: give the settings of TRL's config as keywords"),
+        ({"ref_model": 1}, "ref_model: the reference is the policy"),
+        ({"callbacks": []}, "callbacks: take the steps one by one"),
+        ({"train_data": [], "train_dataset": []}, "train_dataset: train_data is the same argument"),
+    ],
+)
+def test_what_has_no_counterpart_is_answered(given, answer):
+    with pytest.raises(UserError, match=f"^{answer}"):
+        of_trl(given, MODEL)
