@@ -110,7 +110,7 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None, *, besi
             "run on the CPU, or trainer.device=cpu to run that many CPU processes"
         )
     processes = number or (gpus if device == "cuda" else 1)
-    here = device == "cpu" and trainer.nnodes == 1 and cluster is None
+    here = device == "cpu" and trainer.nnodes == 1 and cluster is None and not trainer.full_determinism
     threads = threads_for(trainer, max(1, available_cores() // (processes + beside)), measure=here)
     pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
     controller = trainer.controller
