@@ -92,8 +92,8 @@ def checkpoint_layers(hf: Any) -> None:
 
 
 def register_model(auto: Any, config: type, made: type) -> None:
-    """Make an Auto class of transformers know `made` for `config`. Before 5.18 or later its public name passes over
-    configs of its own."""
+    """Make an Auto class of transformers know `made` for `config`. 5.17's public name passes over
+    configs of transformers itself."""
     auto.register(config, made, exist_ok=True)
     if config not in auto._model_mapping:
         auto._model_mapping._extra_content[config] = made
