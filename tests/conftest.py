@@ -49,7 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _lacks(error: BaseException | None) -> str | None:
-    """The reason to skip, if `error` is the import of something optional that is not installed."""
+    """The reason to skip, if `error` is, or tells a user of, the import of something optional that is not installed."""
+    if type(error).__name__ == "UserError":
+        error = error.__context__
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f"{name} is not installed" if name in OPTIONAL and importlib.util.find_spec(name) is None else None
 
@@ -74,7 +76,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
 def pytest_runtest_setup() -> Iterator[None]:
     try:
         return (yield)
-    except ModuleNotFoundError as error:
+    except Exception as error:
         if reason := _lacks(error):
             pytest.skip(reason)
         raise

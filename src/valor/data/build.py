@@ -16,6 +16,7 @@ from valor.data.recipes import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
 from valor.errors import UserError
 from valor.hub import hub_answers
+from valor.user_files import installed
 
 Row = dict[str, Any]
 Records = list[tuple[str, Record]]  # each with its file and line for error messages
@@ -209,7 +210,7 @@ def _from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> Records:
     """The split's records from the hub (or its cache on this machine), or from a clone of its repository."""
     if clone is None:
         hub_answers()  # before `datasets` asks whether it is offline
-    from datasets import load_dataset
+    load_dataset = installed("datasets", "a data set of the hub is read by datasets", "datasets").load_dataset
     from huggingface_hub.utils import logging as hub_logging
 
     hub_logging.set_verbosity_error()  # without a network it would announce each of its retries

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from valor.errors import UserError
+from valor.models.internals import register_model
 
 # Of each: the form of a class made here, and the config types for which transformers has a class.
 _CLASSIFIERS: dict[Any, tuple[Any, Any]] = {
@@ -56,7 +57,7 @@ def register_classifier(auto: Any, config: Any, path: str) -> None:
     family = _family(causal)
     parts = {"base_model_prefix": family.base_model_prefix or "model", "config_class": kind, "__module__": __name__}
     name = family.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")
-    auto.register(kind, type(name, (generic, family), parts), exist_ok=True)
+    register_model(auto, kind, type(name, (generic, family), parts))
 
 
 def write_class(hf: PreTrainedModel, path: Path | str) -> None:

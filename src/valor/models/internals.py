@@ -91,6 +91,14 @@ def checkpoint_layers(hf: Any) -> None:
     getattr(hf, newer if hasattr(hf, newer) else older)({"use_reentrant": False})
 
 
+def register_model(auto: Any, config: type, made: type) -> None:
+    """Make an Auto class of transformers know `made` for `config`. 5.17's public name passes over
+    configs of transformers itself."""
+    auto.register(config, made, exist_ok=True)
+    if config not in auto._model_mapping:
+        auto._model_mapping._extra_content[config] = made
+
+
 def unsplit_classes(module: nn.Module) -> set[str]:
     """Names of the classes that transformers marks as not to be split over devices: the layers."""
     return {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}

@@ -158,6 +158,8 @@ def test_no_request_is_more_than_refused(body: bytes) -> None:
     ],
 )
 def test_a_start_that_fails_is_one_line(arguments: list[str], words: list[str], corpus: Path) -> None:
+    pytest.importorskip("bm25s")
+    pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"CORPUS": str(corpus), "TAKEN": str(taken.getsockname()[1])}
         port = [] if "--port" in arguments else ["--port", "0"]

@@ -107,6 +107,7 @@ def test_config_keys_knows_every_command(capsys):
 
 def test_a_mistake_is_told_before_anything_heavy_is_imported():
     """Every command in one process, which has imported neither torch nor transformers nor Ray at the end."""
+    pytest.importorskip("uvicorn")
     typo = "trainer.sed=1"
     given = [
         [*name.split(), *(["data.val_files=a"] if "score" in name or "search" in name else []), typo] for name in RUNS

@@ -92,6 +92,7 @@ def test_the_hh_script_makes_what_verls_split_says(tmp_path: Path, monkeypatch: 
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     code = "import sys; from valor.data.prepare import script; sys.exit(script('math500', sys.argv[1:]))"
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packaging import version
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
 
 from posed_device import DEVICE, Posed, PosedDevice, pose
@@ -32,6 +33,11 @@ MASK = (torch.arange(6) < ROWS["response_lengths"][:, None]).float()
 ADVANTAGES = torch.linspace(-2, 2, 30).view(5, 6) * MASK
 OPTIONS = {"dro": {"dro_beta": 0.1}}
 DRAWING = {"clip_cov", "kl_cov"}  # they choose tokens by rank, and have to know how many there are
+
+posed_generation = pytest.mark.skipif(
+    version.parse(torch.__version__) < version.parse("2.13"),
+    reason="before 2.13 torch cannot pose tensors of inference mode",
+)
 
 
 @pytest.fixture
@@ -145,6 +151,7 @@ def outputs(hf: torch.nn.Module, params: SamplingParams) -> list[tuple]:
     return [(one.token_ids, one.log_probs, one.finish_reason) for one in found]
 
 
+@posed_generation
 def test_a_decode_of_64_tokens_waits_once_in_eight_steps():
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     expected = outputs(causal_lm(), params)
@@ -159,6 +166,7 @@ def test_a_decode_of_64_tokens_waits_once_in_eight_steps():
         assert mine[1] == pytest.approx(other[1], abs=1e-4)
 
 
+@posed_generation
 def test_tokens_behind_a_stop_token_are_dropped():
     """On a GPU a row runs on until the next look; what it said after its end is not part of it."""
     params = SamplingParams(max_tokens=50, stop_token_ids=tuple(range(20, 30)))
