@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The critic in closed form (critic.kind=probe) against GRPO at equal tokens, on walks of eight doors.
 
-    python benchmarks/closed_form_critic.py [--seeds 8] [--parallel 2] [--out runs/closed_form] [--noise 0 0.5]
+    python benchmarks/closed_form_critic.py [--seeds 8] [--parallel 2] [--out runs/closed_form] [--noise 0 0.1 0.5]
 
 Writes results/closed_form_critic.md from the runs that have ended; starting it again goes on where it stopped. A policy
 is scored exactly, by all walks from all rooms. Both arms have settings of earlier studies: GRPO's best learning rate,
@@ -16,7 +16,7 @@ from walks import base, compared, run_arms, scores, shown, tokens, warm_start
 
 RESULTS = Path(__file__).parent / "results" / "closed_form_critic.md"
 LENGTH = 8
-STEPS = {0.0: 40, 0.5: 60}  # by the noise of outcomes
+STEPS = {0.0: 40, 0.1: 40, 0.5: 60}  # by the noise of outcomes
 CONTROL = "GRPO"
 ARMS = {
     CONTROL: {"algorithm.adv_estimator": "grpo"},
@@ -44,10 +44,9 @@ def table(folders: dict[str, Path], walk: Walk) -> str:
     }
     for name, values in found.items():
         gap, effect = ("", "") if name == CONTROL else compared(values, found[CONTROL])
-        lost, used = sum(value < 0.3 for value in values), {tokens(folders[name] / seed) for seed in seeds}
-        rows.append(
-            f"| {name} | {shown(values)} | {gap} | {effect} | {lost} | {' / '.join(f'{n:,}' for n in sorted(used))} |"
-        )
+        lost = sum(value < 0.3 for value in values)
+        used = sum(tokens(folders[name] / seed) for seed in seeds) // max(len(seeds), 1)
+        rows.append(f"| {name} | {shown(values)} | {gap} | {effect} | {lost} | {used:,} |")
     return f"{len(seeds)} seeds.\n\n" + "\n".join(rows)
 
 
