@@ -128,7 +128,7 @@ def test_supervised_runs_and_reward_models(tiny, tmp_path):
     ("given", "line"),
     [
         ({"train_data": {"train": SUMS}}, "train_data is a dict (train): give one split, or a list of rows"),
-        ({"train_data": [{"question": "1+1"}]}, "a row has no 'prompt' (it has question): rename"),
+        ({"train_data": [{"text": "1+1"}]}, "a row has no 'prompt' (it has text): rename"),
         ({"train_data": [{"prompt": "1+1", "image": object()}]}, "train_data, row 0: object is no JSON"),
         ({"train_data": []}, "train_data has no rows"),
         ({"train_data": SUMS, "reward": lambda text: 0}, "must take (data_source, solution_str"),

@@ -245,7 +245,7 @@ class PPO(PythonRun):
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
         if algorithm is not None and "algorithm" not in settings:
-            settings["algorithm"] = algorithm
+            settings["algorithm"] = str(algorithm)
         if phases is not None:
             settings["algorithm.phases_path"] = file_of_bytes(
                 "phases", ".pkl", pickled(phases, "phases", "algorithm.phases_path")

@@ -82,7 +82,8 @@ def _on_few_rows(config: Any) -> Any:
 
 def _check_batch(config: Any) -> None:
     """UserError: the training files have fewer rows than a batch."""
-    PromptSampler(_num_rows(config), config.data.train_batch_size)
+    if config.data.train_files:
+        PromptSampler(_num_rows(config), config.data.train_batch_size)
 
 
 def _num_rows(config: Any) -> int:
