@@ -34,7 +34,7 @@ def assert_same(a, b):
 @pytest.mark.usefixtures("hosts")
 def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrides, tmp_path):
     one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    settings = [*PROBE, "actor_rollout_ref.rollout.n=16", "trainer.total_training_steps=6"]
+    settings = [*PROBE, "actor_rollout_ref.rollout.n=16", "trainer.total_training_steps=6", "trainer.test_freq=3"]
     assert main(overrides(tmp_path / "whole", *settings, one_update)) == 0
     steps = [row for row in read_metrics(tmp_path / "whole") if "critic/ridge" in row]
     assert len(steps) == 6 and steps[0]["critic/values/max"] == 0 == steps[0]["critic/values/min"]
