@@ -63,7 +63,7 @@ def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
         for key, value in _plain_values(root, config)[1].items():
             _translate(root, config, key, value, reading)
         for override in algorithms:
-            _apply_algorithm(root, config, override.value(), reading)
+            _apply_algorithm(root, config, str(override.value()), reading)
         reading.tree = _within_limits(root, nested(_plain_values(root, config)[0]), reading)
     except (UserError, YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
@@ -135,8 +135,10 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
 def _names_algorithm(root: type[BaseModel], override: Override) -> bool:
     """Whether it is `algorithm=NAME`, or the estimator by a name that only ALGORITHMS has."""
     name = override.value()
-    if override.key_or_group == "algorithm" and is_section(root, "algorithm"):
-        return isinstance(name, str)
+    if not isinstance(name, str):
+        return False
+    if override.key_or_group == "algorithm":
+        return is_section(root, "algorithm")
     return override.key_or_group == ESTIMATOR and name in ALGORITHMS and ALGORITHMS[name][ESTIMATOR] != name
 
 

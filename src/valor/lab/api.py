@@ -12,7 +12,7 @@ from functools import cached_property, partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, ParamSpec, Self, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, cast
 
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
@@ -28,13 +28,12 @@ P = ParamSpec("P")
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
-def _with_trl_names(init: Callable[P, None]) -> Callable[P, None]:
+def _with_trl_names(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """The same constructor, which takes TRL's names of its arguments too."""
 
     @wraps(init)
-    def renamed(*args: P.args, **arguments: P.kwargs) -> None:
-        run: Any = args[0]
-        init(*args, **cast(Any, of_trl(arguments, run.model_key)))
+    def renamed(self: Any, *args: P.args, **arguments: P.kwargs) -> None:
+        init(self, *args, **cast(Any, of_trl(arguments, self.model_key)))
 
     return renamed
 
