@@ -30,10 +30,11 @@ Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 def _with_trl_names(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """The same constructor, which takes TRL's names of its arguments too."""
+    plain: Any = init
 
     @wraps(init)
     def renamed(self: Any, *args: P.args, **arguments: P.kwargs) -> None:
-        init(self, *args, **cast(Any, of_trl(arguments, self.model_key)))
+        plain(self, *args, **of_trl(arguments, self.model_key))
 
     return renamed
 
