@@ -15,7 +15,7 @@ from valor.config.composition import read_tree
 from valor.config.describe import describe_errors, show
 from valor.config.inheritance import absolute
 from valor.config.ppo import PPOConfig
-from valor.config.tree import below, flatten, get_at, matches, nested, schema
+from valor.config.tree import below, flatten, get_at, matches, nested, plain_keys, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -58,8 +58,9 @@ def load(
         wrong = describe_errors(root, error, reading.set_keys)
         mistakes += wrong.values()
         try:  # with their defaults, to see what else is wrong
+            chosen = reading.set_keys | {key.name for key in plain_keys(root) if key.declared("within")}
             flat = flatten(reading.tree).items()
-            rest = {key: value for key, value in flat if key in reading.set_keys and not below(key, *wrong)}
+            rest = {key: value for key, value in flat if key in chosen and not below(key, *wrong)}
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error

@@ -7,6 +7,7 @@ import torch
 
 from phase_runs import after, made
 from valor.config import ActorConfig, AlgorithmConfig, PPOConfig, RolloutCorrectionConfig, load
+from valor.config.distillation import DistillationConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.trainer.advantage import component_scores, compute_advantages
@@ -214,7 +215,7 @@ def test_the_entropy_that_is_logged_is_that_of_a_token_whatever_the_loss_sums():
     """Five tokens of two responses: 0.5 nats each in the metric; the bonus is half of their sum, as the mode says."""
     worker = ActorWorker.__new__(ActorWorker)
     worker.config = ActorConfig(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1)
-    worker.loss_mode, worker._generator = "vanilla", None
+    worker.loss_mode, worker._generator, worker.distillation = "vanilla", None, DistillationConfig()
     mask, meta = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), {"num_tokens": 5.0, "num_sequences": 2.0}
     rows = Batch({"response_mask": mask, "advantages": torch.zeros(2, 3), "old_log_probs": -mask}, {}, meta)
     loss, metrics = worker._loss({"log_probs": -mask, "entropy": torch.full((2, 3), 0.5)}, rows)

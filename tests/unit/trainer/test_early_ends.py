@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from valor.config import SFTConfig
+from valor.config import SFTConfig, TrainerConfig
+from valor.controller.placement import resolve_pool
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
 from valor.trainer import checkpoints
@@ -50,6 +51,7 @@ class Counting(Run):
         config = SFTConfig(model={"path": "m"}, data={"train_files": ["t"]}, trainer=trainer)
         tokenizer = SimpleNamespace(save_pretrained=lambda folder: folder.mkdir(exist_ok=True))
         super().__init__(config, tokenizer, RunRecorder(config, "valor count", config.trainer.logger))
+        self.placement = resolve_pool(TrainerConfig(num_threads=1, device="cpu"))
         self.sampler, self.total_steps, self.at, self.role = PromptSampler(100, 4), 10, at, role or Role()
 
     def start(self, stack, *, resuming):

@@ -4,6 +4,7 @@ import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
 from valor.errors import UserError
+from valor.lab import arithmetic
 from valor.trainer.command import run_command
 from valor.trainer.plan import plan
 
@@ -148,7 +149,9 @@ def test_a_run_says_its_plan_before_it_does_anything(tmp_path, capsys):
         '{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "valor/arithmetic", '
         '"reward_model": {"style": "rule", "ground_truth": "2"}}'
     )
-    argv = ["trainer.total_training_steps=7", f"data.train_files={path}"]
+    model = arithmetic.make_model(tmp_path / "model")
+    argv = ["trainer.total_training_steps=7", f"data.train_files={path}", f"actor_rollout_ref.model.path={model}"]
+    argv += [f"critic.model.path={model}", "data.train_batch_size=1", "data.max_response_length=64"]
     assert run_command("ppo", PPOConfig, start, argv) == 0
     assert said[0][0] == "the configuration is read; loading torch and what the run needs"
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
