@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from valor.config.engine import OptimConfig
 from valor.models.value import HEAD_NAMES
@@ -59,10 +60,11 @@ def _adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Ad
 
 def _embeddings_and_heads(module: nn.Module) -> Iterator[nn.Module]:
     """Modules whose matrices are tables of tokens or outputs: Muon is for those between them."""
-    yield from (part for part in module.modules() if isinstance(part, nn.Embedding))
     for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in ("lm_head", "embed_out", *HEAD_NAMES):
+        if isinstance(part, nn.Embedding) or name.rpartition(".")[2] in HEAD_NAMES:
             yield part
+        elif isinstance(part, PreTrainedModel) and (head := part.get_output_embeddings()) is not None:
+            yield head
 
 
 def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:

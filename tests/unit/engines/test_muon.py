@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_engine import loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
 from torch import nn
+from transformers import RobertaConfig, RobertaForCausalLM
 
 from valor.engines.optim import build_optimizer
 from valor.errors import UserError
@@ -49,6 +50,13 @@ def test_matrices_of_tokens_and_outputs_are_adamws():
     assert all("proj" in name for name in groups[0])
 
 
+def test_the_head_is_known_by_what_the_model_says_and_not_by_its_name():
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
+    module = RobertaForCausalLM(RobertaConfig(vocab_size=16, is_decoder=True, tie_word_embeddings=False, **sizes))
+    muon, adamw = build_optimizer(module, tiny_engine(optimizer="Muon").optim).param_groups
+    assert module.lm_head.decoder.weight in {*adamw["params"]} and module.lm_head.dense.weight in {*muon["params"]}
+
+
 def test_a_checkpoint_continues_to_the_bit(tmp_path):
     engine, again = tiny_engine(optimizer="Muon"), tiny_engine(1, optimizer="Muon")
     update(engine)
@@ -61,7 +69,7 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path):
         tiny_engine().load(tmp_path)
 
 
-def test_a_critic_without_matrices_of_its_own_trains():
+def test_a_module_without_hidden_matrices_is_adamws_alone():
     module = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3))
     optimizer = build_optimizer(module, tiny_engine(optimizer="Muon").optim)
     assert len(optimizer.param_groups) == 1
