@@ -14,7 +14,7 @@ from valor.algorithms.ridge import RIDGES, Evidence, OnlineRidge, moments, ridge
 def samples(seed: int, count: int, features: int) -> tuple[np.ndarray, np.ndarray]:
     """Features of very different size and mean, and targets that depend on them with noise."""
     draw = np.random.default_rng(seed)
-    x = draw.normal(size=(count, features)) * 10.0 ** draw.integers(-3, 3, features) + draw.normal(size=features)
+    x = draw.normal(size=(count, features)) * 10.0 ** draw.integers(-2, 3, features) + draw.normal(size=features)
     return x, x @ draw.normal(size=features) + draw.normal(size=count)
 
 
