@@ -250,16 +250,18 @@ def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(over
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["critic", "pretrain", "critic.freeze=true"], "critic.freeze"),
-        (["critic", "score", "critic.enable=false", "data.val_files=x"], "critic.enable"),
-        (["critic", "score"], "data.val_files"),
-        (["critic", "score", "score.mc=4", "score.rollouts=x"], "score.mc"),
-        (["critic", "score", "score.positions=1", "data.val_files=x"], "score.positions"),
+        (["critic", "pretrain", "MODELS", "data.train_files=FILE", "critic.freeze=true"], "critic.freeze"),
+        (["critic", "score", "MODELS", "critic.enable=false", "data.val_files=FILE"], "critic.enable"),
+        (["critic", "score", "MODELS"], "data.val_files"),
+        (["critic", "score", "MODELS", "score.mc=4", "score.rollouts=x"], "score.mc"),
+        (["critic", "score", "MODELS", "score.positions=1", "data.val_files=FILE"], "score.positions"),
         (["critic", "publish", "/nowhere", "/tmp/never-made"], "neither a checkpoint"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments, words, capsys):
-    assert valor(arguments) == 2
+def test_mistakes_are_told_in_a_line(arguments, words, tiny, capsys):
+    models = [f"{role}.model.path={tiny['model']}" for role in ("actor_rollout_ref", "critic")]
+    arguments = [part.replace("FILE", str(tiny["val"])) for part in arguments]
+    assert valor([word for part in arguments for word in (models if part == "MODELS" else [part])]) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
 

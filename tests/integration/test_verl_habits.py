@@ -83,8 +83,9 @@ def test_more_than_a_machine_has_is_told_at_once(overrides, tmp_path, capsys, cl
     stops_with(overrides(tmp_path / "run", *asked), tmp_path / "run", capsys, "1 nodes of", "64 GPUs")
 
 
-def test_a_plan_that_nobody_reads_to_its_end():
-    code = "from valor.trainer.main_ppo import main; import sys; sys.exit(main(['--dry-run']))"
+def test_a_plan_that_nobody_reads_to_its_end(tiny):
+    settings = ["--dry-run", *(f"{role}.model.path={tiny['model']}" for role in ("actor_rollout_ref", "critic"))]
+    code = f"from valor.trainer.main_ppo import main; import sys; sys.exit(main({settings}))"
     command = f'{sys.executable} -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ)
     assert done.stderr == "" and done.returncode in (0, 141)

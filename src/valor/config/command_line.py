@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
+from valor.config.inheritance import lookup
 from valor.config.tree import exists, is_section, plain_keys, schema
 from valor.config.verl import find_spelling
 from valor.errors import UserError
@@ -141,11 +142,19 @@ def _keys(root: type[BaseModel], settings: Mapping[str, Any], section: str = "")
 
 def _whole(root: type[BaseModel], name: str) -> str:
     ends = [key for key in schema(root) if key.endswith(f".{name}")]
+    if len(ends) > 1:  # of a part that is off by default more has to be written
+        ends = [key for key in ends if not _off_by_default(root, key)] or ends
     if exists(root, name) or not ends or (len(ends) > 1 and find_spelling(root, name, None)):
         return name
     if len(ends) > 1:
         raise UserError(f"{name}: which one is meant? {', '.join(ends)}: write more of it, with __ for the dots")
     return ends[0]
+
+
+def _off_by_default(root: type[BaseModel], key: str) -> bool:
+    sections = [name for end, char in enumerate(key) if char == "." and (name := key[:end]) in schema(root)]
+    switches = [switch for name in sections for switch in schema(root)[name].declared("only_with") or ()]
+    return any(switch in schema(root) and lookup(root, {}, switch) is False for switch in switches)
 
 
 def _plain(value: Any, key: str) -> Any:

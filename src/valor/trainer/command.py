@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
+from valor.config.loading import contradictions
 from valor.errors import UserError, exit_code
 from valor.tracking.console import show_progress
 
@@ -78,7 +79,7 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
         if dry_run:
             return
         if lines := import_module("valor.trainer.missing").missing(config):
-            raise UserError("\n".join(lines))
+            raise UserError("\n".join([*contradictions(config), *lines]))
         print("the configuration is read; loading torch and what the run needs", flush=True)
 
     try:
