@@ -51,7 +51,7 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
     """Every number of the comparison, as JSON values."""
     metric = sweep.metric
     measured = {run.name: _measure(run, metric) for run in sweep.runs if run.finished}
-    arms = [_arm(sweep, arm.name, measured, errors) for arm in sweep.arms]
+    arms = [_arm(sweep, arm, measured, errors) for arm in sweep.arms]
     _add_differences(arms, sweep.control)
     recorded = {key for measures in measured.values() for key in measures["series"]}
     titles = {metric: metric[:1].upper() + metric[1:]}
@@ -66,11 +66,7 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
         "differing": list(sweep.differing),
         "arms": arms,
         "curves": [
-            {
-                "key": key,
-                "title": title,
-                "arms": {arm.name: _curve(sweep, arm.name, key, measured) for arm in sweep.arms},
-            }
+            {"key": key, "title": title, "arms": {arm: _curve(sweep, arm, key, measured) for arm in sweep.arms}}
             for key, title in titles.items()
         ],
         "notes": _notes(arms, sweep.control, len(sweep.config.seeds)),

@@ -149,12 +149,12 @@ def phase_text(phase: Phase, now: float) -> str:
 
     The rate is that since the first report; without one: `20.0 s so far`.
     """
-    done, total, unit, parts = phase.last.done, phase.last.total, phase.last.unit, []
+    done, total, unit, parts = phase.done, phase.total, phase.unit, []
     if total is not None or done:
         units = f" {unit if (total or done) == 1 else _plural(unit)}" if unit else ""
         parts.append(f"{done:.0f}{'' if total is None else f'/{total:.0f}'}{units}")
-    if phase.last.tokens:
-        parts.append(f"{phase.last.tokens:,} tokens")
+    if phase.tokens:
+        parts.append(f"{phase.tokens:,} tokens")
     since, count = phase.first or (now, done)
     rate = (done - count) / (now - since) if now > since else 0.0
     if rate > 0 and unit:
@@ -164,7 +164,7 @@ def phase_text(phase: Phase, now: float) -> str:
         parts.append(f"{format_seconds((total - done) / rate)} left")
     elif rate <= 0:
         parts.append(f"{format_seconds(now - phase.began)} so far")
-    return f"{phase.last.phase}: {', '.join(parts)}"
+    return f"{phase.name}: {', '.join(parts)}"
 
 
 def _plural(unit: str) -> str:

@@ -23,8 +23,8 @@ def write(path: Path, text: str) -> Path:
 
 def test_named_arms_cross_the_grid():
     arms = expand(sweep(arms={"a": None, "b": ["algorithm.gamma=0.9"]}, grid={"algorithm.lam": [0.9, 1.0]}))
-    assert [arm.name for arm in arms] == ["a-lam=0.9", "a-lam=1.0", "b-lam=0.9", "b-lam=1.0"]
-    assert arms[3].overrides == ["algorithm.gamma=0.9", "algorithm.lam=1.0"]
+    assert list(arms) == ["a-lam=0.9", "a-lam=1.0", "b-lam=0.9", "b-lam=1.0"]
+    assert arms["b-lam=1.0"] == ["algorithm.gamma=0.9", "algorithm.lam=1.0"]
     grid = {"algorithm.lam": [0.9, 1.0], "algorithm.use_kl_in_reward": [True, False]}
     assert len(expand(sweep(grid=grid))) == 4
 
