@@ -22,15 +22,14 @@ def sweep_page(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
     arms = results["arms"]
     finished = [run for arm in arms for run in arm["finished"].values()]
+    errors = [f"{arm['name']} seed {seed}: {error}" for arm in arms for seed, error in arm["errors"].items()]
     heads, rows = ["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]
     curves = [_curves(f"curve-{i}", curve, results) for i, curve in enumerate(results["curves"])]
-    runs = ["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))
     return _page(
         [
-            section("compared", "Compared", _ends(results), comparison(results), results["notes"]),
+            section("compared", "Compared", table=comparison(results), notes=[*results["notes"], *errors]),
             section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
             section("differences", "What differs", table=(heads, rows)),
-            section("runs", "Runs", table=runs),
         ],
         eyebrow=f"valor {results['entry']} · sweep",
         title=results["name"],
@@ -42,36 +41,6 @@ def sweep_page(results: Mapping[str, Any]) -> str:
             f"{format_seconds(sum(run['seconds'] for run in finished))} of training",
         ],
     )
-
-
-def _ends(results: Mapping[str, Any]) -> list[Figure]:
-    """Where each arm ended, and how far from the control."""
-    done = [arm for arm in results["arms"] if arm["last"]["mean"] is not None]
-    ends = {arm["name"]: (arm["last"], [run["last"] for run in arm["finished"].values()]) for arm in done}
-    gaps = {arm["name"]: (arm["difference"], arm["difference"]["by_seed"]) for arm in done if arm["difference"]}
-    note = f"Each seed, their mean and its {results['level']:.0%} interval."
-    return [
-        figure("last", f"At the end: {results['metric']}", note, *_rows(results, ends)),
-        figure("gap", f"Difference from {results['control']}", note, *_rows(results, gaps)),
-    ]
-
-
-def _rows(
-    results: Mapping[str, Any], rows: Mapping[str, tuple[Mapping[str, Any], Sequence[float]]]
-) -> tuple[list[Any], dict[str, Any]]:
-    """A row an arm: its seeds as dots, their mean with its interval as an error bar."""
-    names, means = [arm["name"] for arm in results["arms"]], [estimate["mean"] for estimate, _ in rows.values()]
-    seeds = [(value, name) for name, (_, values) in rows.items() for value in values]
-    low, high = (
-        [0.0 if estimate[end] is None else abs(estimate[end] - estimate["mean"]) for estimate, _ in rows.values()]
-        for end in ("low", "high")
-    )
-    bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": "--accent"}
-    dots = points([value for value, _ in seeds], [name for _, name in seeds], "", "--soft", mode="markers")
-    marks = points(means, list(rows), "", "--accent", mode="markers") | {"error_x": bars}
-    y = {"type": "category", "categoryarray": names[::-1], "dtick": 1, "nticks": 0, "range": [-0.6, len(names) - 0.4]}
-    x = {"zeroline": True, "zerolinecolor": "--soft"}
-    return [dots, marks], {"xaxis": x, "yaxis": y, "height": 80 + 24 * len(names), "showlegend": False}
 
 
 def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> Figure:
@@ -104,14 +73,6 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
     tests = ["" if gap.get(key) is None else f"{gap[key]:.2g}" for key in ("p_t", "p_signs", "p_holm")]
     verdict = {None: "", True: "yes", False: "no"}[gap.get("significant")]
     return [arm["name"], str(len(arm["finished"])), *numbers, *tests, verdict]
-
-
-def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
-    for arm in results["arms"]:
-        for seed, run in arm["finished"].items():
-            yield [arm["name"], seed, short(run["first"]), short(run["last"]), format_seconds(run["seconds"])]
-        for seed, error in arm["errors"].items():
-            yield [arm["name"], seed, error, "", ""]
 
 
 def _number(value: float | None, sign: str = "") -> str:
