@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.cuda import device_count
+from typing import TypeVar
 
 from valor.controller.watchdog import Watchdog
 
 LOG_FILE = "console.log"
 _LOCK_FILE = ".lock"
 _POLL_SECONDS = 0.2
+J = TypeVar("J", bound="Job")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Job:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[J],
     parallel: int = 1,
     *,
-    started: Callable[[Job], None] = lambda job: None,
+    started: Callable[[J], None] = lambda job: None,
     stopping: Callable[[], int | None] = lambda: None,
-) -> Iterator[tuple[Job, str | None]]:
+) -> Iterator[tuple[J, str | None]]:
     """Run every job, `parallel` at a time, the first ready one first; yields each when it has ended: None or its error.
 
     The error is the last line that the command wrote. A job that comes after a failed one is not run. Once `stopping`
@@ -43,7 +43,7 @@ def run_jobs(
     equal share of this machine's GPUs; where there are fewer GPUs than jobs they share them.
     """
     waiting, failed, slots = list(jobs), set[str](), device_slots(parallel)
-    running: dict[Job, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
+    running: dict[J, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
     stopped: int | None = None
     with closing(Watchdog()) as watchdog:
         try:
@@ -75,6 +75,8 @@ def run_jobs(
 
 def device_slots(parallel: int) -> list[dict[str, str]]:
     """What each of `parallel` jobs at a time has in its environment: the GPUs that it sees."""
+    from torch.cuda import device_count
+
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = seen.split(",") if seen else [str(i) for i in range(device_count())] if seen is None else []
     if not gpus or parallel == 1:

@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from valor.config.describe import describe_errors, show
 from valor.config.inheritance import follows
 from valor.config.presets import COMMANDS
 from valor.config.tree import flatten
+from valor.controller.jobs import Job
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.command import load_checked
@@ -155,20 +156,13 @@ def _reserved(where: str, overrides: list[str], keys: tuple[str, ...]) -> list[s
     ]
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, eq=False)
+class Run(Job):
     """One arm with one seed. `settings`: the arm's resolved configuration by dotted key, without names and folders."""
 
-    arm: str
-    seed: int
-    folder: Path
-    command: tuple[str, ...]
-    after: tuple[str, ...]
-    settings: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm} seed {self.seed}"
+    arm: str = ""
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """What result.json says; {} before the first start."""
@@ -225,7 +219,8 @@ def plan_sweep(config: SweepConfig) -> Sweep:
 
     def run(seed: int, name: str, overrides: list[str]) -> Run:
         command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, name, overrides, seed))
-        return Run(name, seed, Path(config.out, name, f"seed_{seed}"), command, _needed(overrides), settings[name])
+        folder, after = Path(config.out, name, f"seed_{seed}"), {f"{arm} seed {seed}" for arm in _needed(overrides)}
+        return Run(f"{name} seed {seed}", command, folder, frozenset(after), name, seed, settings[name])
 
     runs = [run(seed, *arm) for seed in config.seeds for arm in arms.items()]
     return Sweep(config, tuple(arms), tuple(runs), _differing(config.entry, list(settings.values())))
@@ -257,14 +252,14 @@ def _settings(config: SweepConfig, arm: str, overrides: list[str]) -> dict[str, 
     return {key: value for key, value in settings.items() if key not in _NAMES}
 
 
-def _needed(overrides: Sequence[str]) -> tuple[str, ...]:
+def _needed(overrides: Sequence[str]) -> set[str]:
     """Arms to whose runs these settings refer."""
-    return tuple(dict.fromkeys(_REFERENCE.findall(" ".join(overrides))))
+    return {*_REFERENCE.findall(" ".join(overrides))}
 
 
 def _wrong_references(arms: Mapping[str, list[str]]) -> list[str]:
     """A line for each <run:ARM> that is no arm, or one for a circle of them."""
-    graph = {name: set(_needed(overrides)) for name, overrides in arms.items()}
+    graph = {name: _needed(overrides) for name, overrides in arms.items()}
     if unknown := {name: needed - graph.keys() for name, needed in graph.items() if needed - graph.keys()}:
         there = f"there are {', '.join(graph)}"
         return [f"arm {name}: <run:{min(missing)}> is no arm: {there}" for name, missing in unknown.items()]

@@ -7,8 +7,6 @@ does it tell right from wrong, is it calibrated, and where in a response.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, level, points, section, titled
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
@@ -89,8 +87,8 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
     along = _knowledge("along-auc", "When does it know?", [point["at"] for point in places], places, "share written")
     content = [
-        section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
-        section("along", "Along the response", [_separation(places), along]),
+        section("along", "Right or wrong?", [_separation(places), along]),
+        section("outcome", "Is it honest?", [_calibration(card["calibration"])]),
     ]
     if len(turns) > 1:
         by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
@@ -111,18 +109,6 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         command=str(card["command"]),
         tiles=main_numbers(card),
     )
-
-
-def _verdicts(verdicts: Mapping[str, Any]) -> Figure:
-    edges = np.linspace(verdicts["low"], verdicts["high"], len(verdicts["right"]) + 1)
-    bars = {"type": "bar", "x": ((edges[:-1] + edges[1:]) / 2).tolist(), "width": float(edges[1] - edges[0])}
-    traces = [
-        {**bars, "y": verdicts[side], "name": f"{side}: {sum(verdicts[side])}", "opacity": 0.6}
-        | {"marker": {"color": colour}}
-        for side, colour in _SIDES.items()
-    ]
-    layout = {"barmode": "overlay", "xaxis": titled("value"), "yaxis": titled("answers")}
-    return figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> Figure:

@@ -48,7 +48,7 @@ def test_every_arm_of_a_seed_differs_in_its_settings_alone():
 def test_an_arm_refers_to_another_arm_s_run_of_the_same_seed():
     arms = {"ppo": None, "frozen": {"critic.freeze": True, "critic.model.path": "<run:ppo>/huggingface/critic"}}
     run = plan_sweep(sweep(arms=arms)).runs[3]
-    assert run.after == ("ppo",)
+    assert run.after == {"ppo seed 5"}
     assert "critic.model.path=out/ppo/seed_5/huggingface/critic" in run.command
     moved = plan_sweep(sweep(arms=arms, out="elsewhere")).runs[3]
     assert moved.settings == run.settings  # the same run in another place

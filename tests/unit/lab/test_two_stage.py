@@ -26,7 +26,7 @@ def test_the_arms(monkeypatch):
     for arm in sweep.arms:
         of = settings(sweep, arm)
         second = arm.partition("_")[0] in ("frozen", "value", "bootstrap", "exclude", "flip")
-        assert of["critic.freeze"] == second and (sweep.of(arm)[0].after == ("stage1",)) == second
+        assert of["critic.freeze"] == second and (sweep.of(arm)[0].after == {"stage1 seed 0"}) == second
         assert of["actor_rollout_ref.model.path"] == "runs/demo/sft/huggingface/actor"
     assert settings(sweep, "value_1")["algorithm.missing_reward"] == "critic"
     assert "reward.custom_reward_function.reward_kwargs.seed=2" in sweep.of("random")[2].command
