@@ -68,7 +68,10 @@ def main() -> int:
     return code or valor(
         [
             *("critic", "search", f"data.val_files={val}", f"search.samples=[{args.samples}]", *common),
-            *(f"actor_rollout_ref.model.path={run}/huggingface/actor", f"actor_rollout_ref.rollout.dtype={args.dtype}"),
+            *(
+                f"actor_rollout_ref.model.path={run}/huggingface/actor",
+                f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",
+            ),
             *(f"critic.model.path={run}/huggingface/critic"),
             f"search.out={args.out}/search",
         ]

@@ -35,11 +35,11 @@ def without_times(out: Path) -> dict:
 def runs_fork(forks, monkeypatch):
     """Runs of sweeps of this process start in a moment; those of other processes start as a user's do."""
 
-    def run_command(job, env, began):
+    def start(job, environment):
         job.folder.mkdir(parents=True, exist_ok=True)
-        return forks.start(VALOR, *job.command[3:], log=job.folder / jobs.LOG_FILE).wait()
+        return forks.start(VALOR, *job.command[3:], log=job.folder / jobs.LOG_FILE)
 
-    monkeypatch.setattr(jobs, "_run_command", run_command)
+    monkeypatch.setattr(jobs, "_start", start)
 
 
 @pytest.mark.usefixtures("runs_fork")

@@ -24,11 +24,6 @@ _CRITIC_UPDATE = """
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """
-_PROCESSES = """
-    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.ppo_micro*
-    trainer.controller trainer.n*node* trainer.node_* trainer.master_* ray_kwargs.*
-    actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
-"""
 
 
 class PretrainConfig(Section):
@@ -138,17 +133,16 @@ class SearchConfig(Section):
 
 
 class CriticSearchConfig(CriticRunConfig):
-    """Answers to held-out prompts, chosen or searched for by a critic."""
+    """Answers to held-out prompts, among which a critic chooses."""
 
     search: SearchConfig = section(SearchConfig)
 
-    @property
-    def generator(self) -> str | None:
-        return "native"
-
     def unused(self) -> dict[str, str]:
-        reason = "policy and critic are in this process, and `search` says how many answers"
-        return super().unused() | {"nothing is trained here": _CRITIC_UPDATE, reason: _PROCESSES}
+        more = {
+            "nothing is trained here": _CRITIC_UPDATE,
+            "search.samples says it": "actor_rollout_ref.rollout.n",
+        }
+        return super().unused() | more
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)

@@ -4,20 +4,19 @@ import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-
-from torch.cuda import device_count
+from typing import TypeVar
 
 from valor.controller.watchdog import Watchdog
 
 LOG_FILE = "console.log"
 _LOCK_FILE = ".lock"
 _POLL_SECONDS = 0.2
+J = TypeVar("J", bound="Job")
 
 
 @dataclass(frozen=True)
@@ -31,79 +30,63 @@ class Job:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[J],
     parallel: int = 1,
     *,
-    started: Callable[[Job], None] = lambda job: None,
+    started: Callable[[J], None] = lambda job: None,
     stopping: Callable[[], int | None] = lambda: None,
-) -> Iterator[tuple[Job, str | None]]:
+) -> Iterator[tuple[J, str | None]]:
     """Run every job, `parallel` at a time, the first ready one first; yields each when it has ended: None or its error.
 
     The error is the last line that the command wrote. A job that comes after a failed one is not run. Once `stopping`
     names a signal, nothing more is started, and running jobs are asked to stop too. Of jobs side by side each sees an
     equal share of this machine's GPUs; where there are fewer GPUs than jobs they share them.
     """
-    waiting, failed, processes = list(jobs), set[str](), list[subprocess.Popen[bytes]]()
-    running: dict[Future[int], Job] = {}
-    stopped, slots = False, device_slots(parallel)
-
-    def run(job: Job) -> int:
-        slot = slots.get()
+    waiting, failed, slots = list(jobs), set[str](), device_slots(parallel)
+    running: dict[J, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
+    stopped: int | None = None
+    with closing(Watchdog()) as watchdog:
         try:
-            return _run_command(job, slot, began)
+            while running or (waiting and not stopped):
+                if not stopped and (stopped := stopping()) and stopped != signal.SIGINT:  # which a terminal sends all
+                    _stop(process for process, _ in running.values())
+                unfinished = {job.name for job in [*waiting, *running]}
+                for job in [] if stopped else list(waiting):
+                    if job.after & failed:
+                        waiting.remove(job)
+                        failed.add(job.name)
+                        yield job, f"not run: it needs {min(job.after & failed)}, which failed"
+                    elif slots and not job.after & unfinished and (process := _start(job, slots[0] | watchdog.mark)):
+                        waiting.remove(job)
+                        running[job] = process, slots.pop(0)
+                        started(job)
+                time.sleep(_POLL_SECONDS)
+                for job, (process, slot) in list(running.items()):
+                    if (code := process.poll()) is not None:
+                        del running[job]
+                        slots.append(slot)
+                        failed |= {job.name} if code else set()
+                        yield job, _error(code, job)
         finally:
-            slots.put(slot)
-
-    def began(process: subprocess.Popen[bytes]) -> None:
-        processes.append(process)
-        if stopped:  # while it waited for its folder
-            process.terminate()
-
-    def stop(signum: int | None = None) -> None:
-        nonlocal stopped
-        stopped = True
-        if signum != signal.SIGINT:  # that one a terminal has sent to the commands as well
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
-
-    with ThreadPoolExecutor(parallel) as threads, ExitStack() as at_an_error:
-        at_an_error.push(lambda kind, *_: stop() if kind else None)
-        while running or (waiting and not stopped):
-            if not stopped and (signum := stopping()):
-                stop(signum)
-            unfinished = {job.name for job in [*waiting, *running.values()]}
-            for job in [] if stopped else list(waiting):
-                if job.after & failed:
-                    waiting.remove(job)
-                    failed.add(job.name)
-                    yield job, f"not run: it needs {min(job.after & failed)}, which failed"
-                elif len(running) < parallel and not job.after & unfinished:
-                    waiting.remove(job)
-                    running[threads.submit(run, job)] = job
-                    started(job)
-            for future in wait(running, _POLL_SECONDS, FIRST_COMPLETED).done:
-                job = running.pop(future)
-                error = _error(future, job)
-                if error:
-                    failed.add(job.name)
-                yield job, error
+            _stop(process for process, _ in running.values())
+            for process, _ in running.values():
+                process.wait()
 
 
-def device_slots(parallel: int) -> SimpleQueue[dict[str, str]]:
+def device_slots(parallel: int) -> list[dict[str, str]]:
     """What each of `parallel` jobs at a time has in its environment: the GPUs that it sees."""
-    slots: SimpleQueue[dict[str, str]] = SimpleQueue()
+    from torch.cuda import device_count
+
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = seen.split(",") if seen else [str(i) for i in range(device_count())] if seen is None else []
-    for slot in range(parallel):
-        share = gpus[slot::parallel] or gpus[slot % len(gpus) :][:1] if gpus else []
-        slots.put({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share and parallel > 1 else {})
-    return slots
+    if not gpus or parallel == 1:
+        return [{} for _ in range(parallel)]
+    shares = [gpus[slot::parallel] or [gpus[slot % len(gpus)]] for slot in range(parallel)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
-def _error(future: Future[int], job: Job) -> str | None:
+def _error(code: int, job: Job) -> str | None:
     """What went wrong with an ended job, in a line."""
-    code = future.result()
     if code == 0:
         return None
     lines = (job.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -111,26 +94,24 @@ def _error(future: Future[int], job: Job) -> str | None:
     return f"{f'killed by signal {-code}' if code < 0 else f'exit code {code}'}: {last}"
 
 
-def _run_command(job: Job, env: dict[str, str], began: Callable[[subprocess.Popen[bytes]], None]) -> int:
-    """Run to the end; the exit code, negative for a signal.
+def _stop(processes: Iterator[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
 
-    It ends with this process. Two never work in one folder: the command holds a lock there for as long as it lives, so
-    a second one waits for the first.
-    """
+
+def _start(job: Job, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+    """The job's process; None while another one works in its folder: it holds a lock there for as long as it lives."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with (
-        open(job.folder / _LOCK_FILE, "w") as lock,
-        open(job.folder / LOG_FILE, "ab") as log,
-        closing(Watchdog()) as dog,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        process = subprocess.Popen(
+    with open(job.folder / _LOCK_FILE, "w") as lock, open(job.folder / LOG_FILE, "ab") as log:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        return subprocess.Popen(
             job.command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | env | dog.mark,
+            env=os.environ | environment,
             pass_fds=[lock.fileno()],
         )
-        began(process)
-        return process.wait()

@@ -24,7 +24,7 @@ from valor.controller.placement import ResourcePool
 from valor.data.batch import Batch
 from valor.data.stored import Part, Stored, StoredColumn, to_stored
 from valor.errors import TrainingStopped, UserError, WorkerDied, WorkersReplaced
-from valor.tracking.progress import Latest, Progress, add_listener, relay
+from valor.tracking.progress import Phase, begin_call, call_progress, relay
 from valor.workers.dispatch import dispatch_of
 from valor.workers.host import HOST, RoleSpec, WorkerHost
 
@@ -40,8 +40,6 @@ class _RayHost(WorkerHost):
     the items of its sink, and to bring the messages of its feed."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
-        self._latest = Latest()
-        add_listener(self._latest)
         self._items: dict[int, deque[Any]] = {}  # of sinks, by the number of the call
         self._messages: dict[int, deque[Any]] = {}
         gpu = own_gpu() if pool.device == "cuda" else 0
@@ -69,7 +67,7 @@ class _RayHost(WorkerHost):
         has_feed: bool = False,
     ) -> Any:
         """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
-        self._latest.begin()
+        begin_call()
         if number is not None:
             kwargs = {**kwargs, "sink": self._items.setdefault(number, deque()).append}
         if number is not None and has_feed:
@@ -85,17 +83,17 @@ class _RayHost(WorkerHost):
     @ray.method(concurrency_group="poll")
     def poll(
         self, number: int | None, last: bool = False, messages: Sequence[Any] = ()
-    ) -> tuple[Progress | None, list[Any]]:
+    ) -> tuple[Phase | None, list[Any]]:
         """Progress, and the new items of call `number`, which gets `messages`. `last`: the call has ended."""
         if number is None:
-            return self._latest.report, []
+            return call_progress(), []
         if messages:  # perhaps before the call has begun
             self._messages.setdefault(number, deque()).extend(messages)
         items = _drain(self._items.get(number, deque()))
         if last:
             self._items.pop(number, None)
             self._messages.pop(number, None)
-        return self._latest.report, items
+        return call_progress(), items
 
 
 @dataclass(frozen=True)

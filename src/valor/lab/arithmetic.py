@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from valor.data.files import write_parquet
 
 DATA_SOURCE = "valor/arithmetic"
-PROBLEMS, TEACHER, EXAMPLE = "arithmetic problems", "often forgets the carry", "58+77="
+PROBLEMS, TEACHER = "arithmetic problems", "often forgets the carry"
 """How `valor demo` speaks of the task."""
 
 # Three sums of four have a carry from the units to the tens; among random pairs it would be fewer than half.
@@ -46,6 +46,11 @@ class DataFiles:
     val: Path
     sft_train: Path
     sft_val: Path
+
+    @classmethod
+    def of(cls, folder: Path | str, **more: Any) -> Self:
+        """The files in `folder`; `more`: the other fields."""
+        return cls(*(Path(folder) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")), **more)
 
     @property
     def settings(self) -> list[str]:
@@ -118,7 +123,7 @@ def make_data(
     if not 0 < num_val < len(problems):
         raise ValueError(f"num_val must be between 1 and {len(problems) - 1}, got {num_val}")
     val, train = problems[:num_val], problems[num_val:]
-    files = DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
+    files = DataFiles.of(out_dir)
     for path, some in ((files.train, train), (files.val, val)):
         questions = ((question(a, b), str(a + b), {"carry": has_carry(a, b)}) for a, b in some)
         write_prompts(path, DATA_SOURCE, "math", questions)

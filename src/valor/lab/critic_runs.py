@@ -1,21 +1,14 @@
 """`valor critic score`, `valor critic search`: key=value as in `valor ppo`, and the keys of `score` or of `search`."""
 
-from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
-from typing import Any
+from collections.abc import Sequence
 
 from valor.config import CriticScoreConfig, CriticSearchConfig
-from valor.trainer.command import run_command
+from valor.trainer.command import run_command, trains
 
 
 def score(argv: Sequence[str] | None = None) -> int:
-    return run_command("critic score", CriticScoreConfig, _later("valor.lab.critic_score:start"), argv)
+    return run_command("critic score", CriticScoreConfig, trains("valor.lab.critic_score:ScoreRun"), argv)
 
 
 def search(argv: Sequence[str] | None = None) -> int:
-    return run_command("critic search", CriticSearchConfig, _later("valor.lab.critic_search:start"), argv)
-
-
-def _later(name: str) -> Callable[[Any, str], int]:
-    """The function, imported (and torch with it) when it is called: a mistake in the settings is told before."""
-    return lambda config, command: resolve_name(name)(config, command)
+    return run_command("critic search", CriticSearchConfig, trains("valor.lab.critic_search:SearchRun"), argv)

@@ -1,7 +1,7 @@
 """`valor critic score`: is this critic any good? Its values on held-out rollouts against what came of them."""
 
 import json
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from valor.collector.rollouts import (
     same_prompt,
     write_rollouts,
 )
-from valor.config import CriticScoreConfig, held_out
-from valor.controller.nodes import node_zero, serve
+from valor.config import CriticRunConfig, CriticScoreConfig, held_out
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes
@@ -42,32 +41,42 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 _CHOICE_STREAM = 4  # last word of a random key
 
 
-def start(config: CriticScoreConfig, command: str) -> int:
-    """Measure, and write the numbers and the page to `score.out`; a node after the first serves the first one."""
-    trainer, placement = config.trainer, placed(config)
-    if trainer.node_rank:
-        return serve(trainer, placement)
-    with nullcontext() if trainer.node_rank is None else node_zero(trainer, placement):
-        judged, branches = _measure(config, placement)
-    card = {
-        "critic": config.critic.model.path,
-        "weights": fingerprint(Path(config.critic.model.path)),
-        "policy": config.actor_rollout_ref.model.path,
-        "data": config.score.rollouts or config.data.val_files,
-        "temperature": config.actor_rollout_ref.rollout.temperature,
-        "gamma": config.algorithm.gamma,
-        "seed": config.trainer.seed,
-        "command": command,
-        **scorecard(judged, branches),
-    }
-    numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
-    write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
-    write_atomically(page, scorecard_page(card))
-    say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
-    for name, value, remark in main_numbers(card):
-        say(f"{name}: {value} ({remark})")
-    say(str(page))
-    return 0
+class ScoreRun:
+    """Draws or reads rollouts and asks the critic; writes the numbers and the page to `score.out`."""
+
+    def __init__(self, config: CriticScoreConfig, command: str) -> None:
+        self.config, self.command, self.placement = config, command, placed(config)
+
+    def fit(self) -> int:
+        config = self.config
+        card = {
+            "critic": config.critic.model.path,
+            "weights": fingerprint(Path(config.critic.model.path)),
+            "policy": config.actor_rollout_ref.model.path,
+            "data": config.score.rollouts or config.data.val_files,
+            "temperature": config.actor_rollout_ref.rollout.temperature,
+            "gamma": config.algorithm.gamma,
+            "seed": config.trainer.seed,
+            "command": self.command,
+            **scorecard(*_measure(config, self.placement)),
+        }
+        numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
+        write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
+        write_atomically(page, scorecard_page(card))
+        say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
+        for name, value, remark in main_numbers(card):
+            say(f"{name}: {value} ({remark})")
+        say(str(page))
+        return 0
+
+
+def values_of(config: CriticRunConfig, placement: Placement, rollouts: Batch) -> Batch:
+    """`compute_values` of the critic, with the quantiles of one that gives distributions."""
+    frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
+    critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
+    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
+    with closing(roles), phase("values", len(rollouts), unit="sample"):
+        return roles["critic"].compute_values(rollouts, with_quantiles=True)
 
 
 def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, Branches | None]:
@@ -75,11 +84,7 @@ def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, B
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
     rollouts, branches = _rollouts(config, placement)
-    frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
-    critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
-    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
-    with closing(roles), phase("values", len(rollouts), unit="sample"):
-        output = roles["critic"].compute_values(rollouts, with_quantiles=True)
+    output = values_of(config, placement, rollouts)
     values = output["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()

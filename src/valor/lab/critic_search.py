@@ -1,51 +1,102 @@
 """`valor critic search`: how much better a saved policy answers when a saved critic chooses, for how many tokens."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from valor.collector.generation import sampling_params
 from valor.collector.inputs import RunInputs
+from valor.collector.rollouts import SCORE_STREAM, correct, draw_rollouts, policy_group
 from valor.config import CriticSearchConfig, held_out
-from valor.lab.search import Path, Searcher, Spent, choose
+from valor.data.batch import Batch
+from valor.lab.critic_score import values_of
 from valor.lab.statistics import bootstrap_interval
-from valor.models.load import check_critic, load_policy, load_value_model
-from valor.rewards.worker import Sample
-from valor.rollout.native.engine import NativeEngine
+from valor.models.load import check_critic, load_policy_tokenizer
 from valor.tracking.console import say
 from valor.tracking.rundir import write_atomically
-from valor.workers.rollout import end_token_ids
+from valor.trainer.checks import placed
 
-Graded = tuple[Sequence[Path], list[str | None], list[bool]]
 RESULT_FILES = ("search.json", "search.md")
 _CHOICES = {"best": "best-of-N", "majority": "majority vote", "weighted": "weighted majority"}
 
 
-def start(config: CriticSearchConfig, command: str) -> int:
-    """Measure, and write the numbers and the table to `search.out`."""
-    with closing(RunInputs(held_out(config))) as inputs:
-        rows = list(_measure(config, inputs))
-    facts = {
-        "policy": config.actor_rollout_ref.model.path,
-        "critic": config.critic.model.path,
-        "data": config.data.val_files,
-        "prompts": len(inputs.train),
-        "temperature": config.actor_rollout_ref.rollout.temperature,
-        "seed": config.trainer.seed,
-        "command": command,
-    }
-    numbers, page = (FilePath(config.search.out, name) for name in RESULT_FILES)
-    write_atomically(numbers, json.dumps({**facts, "results": rows}, indent=1, allow_nan=False) + "\n")
-    text = table(rows)
-    about = "\n".join(f"* {name}: {value}" for name, value in facts.items())
-    write_atomically(page, f"# Search with a critic\n\n{about}\n\n{text}\n")
-    say(text)
-    say(str(page))
-    return 0
+class SearchRun:
+    """Answers held-out prompts `search.samples` times; writes the numbers and the table to `search.out`."""
+
+    def __init__(self, config: CriticSearchConfig, command: str) -> None:
+        self.config, self.command, self.placement = config, command, placed(config)
+
+    def fit(self) -> int:
+        config = self.config
+        answers = self._answers()
+        rows = list(results(answers, max(config.search.samples), config.search.samples))
+        facts = {
+            "policy": config.actor_rollout_ref.model.path,
+            "critic": config.critic.model.path,
+            "data": config.data.val_files,
+            "prompts": len(answers) // max(config.search.samples),
+            "temperature": config.actor_rollout_ref.rollout.temperature,
+            "seed": config.trainer.seed,
+            "command": self.command,
+        }
+        numbers, page = (Path(config.search.out, name) for name in RESULT_FILES)
+        write_atomically(numbers, json.dumps({**facts, "results": rows}, indent=1, allow_nan=False) + "\n")
+        text = table(rows)
+        about = "\n".join(f"* {name}: {value}" for name, value in facts.items())
+        write_atomically(page, f"# Search with a critic\n\n{about}\n\n{text}\n")
+        say(text)
+        say(str(page))
+        return 0
+
+    def _answers(self) -> Batch:
+        """max(search.samples) graded answers to each prompt, one prompt's after the other's, with their values."""
+        policy = self.config.actor_rollout_ref
+        rollout = policy.rollout.model_copy(update={"n": max(self.config.search.samples)})
+        policy = policy.model_copy(update={"rollout": rollout})
+        config = held_out(self.config.model_copy(update={"actor_rollout_ref": policy}))
+        check_critic(config, load_policy_tokenizer(config))
+        with closing(RunInputs(config)) as inputs, policy_group(config, inputs, self.placement, say) as collector:
+            answers = draw_rollouts(collector, list(inputs.train), SCORE_STREAM)
+        return answers.union(values_of(self.config, self.placement, answers).select(["values"]))
+
+
+def results(answers: Batch, each: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A result for each method and N in `numbers`; `answers` has `each` to a prompt, of which the first N count.
+
+    An answer's value is that at its last token: V of the state in which all but that token is written.
+    """
+    values = answers["values"].gather(1, answers["response_lengths"][:, None] - 1).squeeze(1).tolist()
+    texts = [info.get("pred") or None for info in answers.objects["reward_info"]]  # as the graders read them
+    right, sampled = correct(answers).tolist(), answers["response_lengths"]
+    read = sampled + answers["prompt_lengths"]
+    for n in numbers:
+        groups = [slice(i, i + n) for i in range(0, len(answers), each)]
+        tokens, seen = (sum(int(count[group].sum()) for group in groups) / len(groups) for count in (sampled, read))
+        for how, method in _CHOICES.items():
+            verdicts = [right[group][choose(values[group], texts[group], how)] for group in groups]
+            yield _result(method, n, verdicts, tokens, 0.0 if how == "majority" else seen)
+        yield _result("any right (pass@N)", n, [any(right[group]) for group in groups], tokens, 0.0)
+
+
+def choose(values: Sequence[float], answers: Sequence[str | None], how: str) -> int:
+    """Which of the answers to take. best: the one of highest value; majority: one that most agree on; weighted: one
+    with the highest Σ of values. Votes: the first of the winner's, ties to the answer met first; None does not vote."""
+    if how == "best" or not any(answer is not None for answer in answers):
+        return max(range(len(values)), key=values.__getitem__)
+    votes: dict[str, float] = defaultdict(float)
+    for value, answer in zip(values, answers, strict=True):
+        if answer is not None:
+            votes[answer] += 1.0 if how == "majority" else value
+    return answers.index(max(votes, key=votes.__getitem__))
+
+
+def _result(method: str, n: int, verdicts: Sequence[bool], sampled: float, read: float) -> dict[str, Any]:
+    """Tokens `sampled` by the policy and `read` by the critic are means over the prompts."""
+    right = [float(verdict) for verdict in verdicts]
+    costs = {"interval": bootstrap_interval(right), "sampled": sampled, "read": read}
+    return {"method": method, "n": n, "accuracy": sum(right) / len(right), **costs}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -59,62 +110,3 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cost = f"{row['sampled']:,.1f} | {row['read']:,.1f}"
         lines.append(f"| {row['method']} | {row['n']} | {row['accuracy']:.3f} | {low:.3f} to {high:.3f} | {cost} |")
     return "\n".join([*lines, "", "Tokens are means over the prompts; intervals are bootstraps over them."])
-
-
-def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str, Any]]:
-    """A result for each method and N."""
-
-    def right(graded: Sequence[Graded], how: str) -> list[bool]:
-        return [verdicts[choose(paths, answers, how)] for paths, answers, verdicts in graded]
-
-    search, searcher = config.search, _searcher(config, inputs)
-    most = max(search.samples)
-    drawn, spent = _graded(inputs, searcher.samples(most)), searcher.spent
-    for n in search.samples:
-        sampled, read = round(spent.sampled * n / most), round(spent.read * n / most)
-        some = [(paths[:n], answers[:n], verdicts[:n]) for paths, answers, verdicts in drawn]
-        for how, name in _CHOICES.items():
-            yield _result(name, n, right(some, how), Spent(sampled, 0 if how == "majority" else read))
-        yield _result("any right (pass@N)", n, [any(verdicts) for _, _, verdicts in some], Spent(sampled, 0))
-
-
-def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[str, Any]:
-    values = [float(verdict) for verdict in right]
-    return {
-        "method": method,
-        "n": n,
-        "accuracy": sum(values) / len(values),
-        "interval": bootstrap_interval(values),
-        "sampled": spent.sampled / len(values),
-        "read": spent.read / len(values),
-    }
-
-
-def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
-    """The policy's engine and the critic, in this process."""
-    check_critic(config, inputs.tokenizer)
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    device = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
-    torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
-    policy = load_policy(model, dtype=getattr(torch, rollout.dtype)).to(device)
-    ends = end_token_ids(model, inputs.eos_token_ids)
-    engine = NativeEngine(policy.hf, eos_token_ids=ends, max_num_seqs=rollout.max_num_seqs)
-    critic = load_value_model(config.critic.model, levels=config.critic.value_levels).to(device)
-    prompts = [row.prompt_ids for row in inputs.train]
-    seed, at_once = config.trainer.seed, config.critic.ppo_max_token_len_per_gpu
-    return Searcher(engine, critic, prompts, sampling_params(config), seed=seed, most_read=at_once)
-
-
-def _graded(inputs: RunInputs, responses: Sequence[Sequence[Path]]) -> list[Graded]:
-    """Each prompt's responses with their answers as the graders read them (`pred`), and which are right."""
-    samples = [
-        Sample(row.data_source, text, row.ground_truth, row.extra_info)
-        for row, paths in zip(inputs.train, responses, strict=True)
-        for text in inputs.decode([list(path.ids) for path in paths])
-    ]
-    results = iter(inputs.rewards.score(samples))
-    graded = []
-    for paths in responses:
-        scores = [next(results) for _ in paths]
-        graded.append((paths, [s.components.get("pred") or None for s in scores], [s.correct for s in scores]))
-    return graded

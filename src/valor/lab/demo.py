@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import click
 import pyarrow.parquet as pq
@@ -65,10 +64,9 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
     if code := _run("ppo", settings):
         return code
 
-    say("[4/4] what came out, loaded with plain transformers")
+    say("[4/4] what came out: models that transformers loads, report and numbers")
     for role in ROLES[algorithm]:
-        folder = run_dir / "huggingface" / role
-        say(f"  {role:<8} {folder}  {_loaded(folder, role, embedded.EXAMPLE)}")
+        say(f"  {role:<8} {run_dir / 'huggingface' / role}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
@@ -131,23 +129,3 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     module = f"valor.trainer.main_{command}"
     say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
     return import_module(module).main(list(overrides))
-
-
-def _loaded(folder: Path, role: str, question: str) -> str:
-    """Load the exported model as anybody would, and say in a few words what it does."""
-    if not (folder / "config.json").exists():
-        return "(a regression on the policy's hidden states)"
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # the process ends with this report
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": question}]
-    read = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    if role == "critic":
-        critic = AutoModelForTokenClassification.from_pretrained(folder)
-        return f"(value of {question} is {critic(**read).logits[0, -1, 0].item():.2f})"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    ends = {"stop_strings": ["</search>", "</answer>"], "tokenizer": tokenizer}
-    out = model.generate(**read, max_new_tokens=16, do_sample=False, **ends)
-    return f"({question} {tokenizer.decode(out[0, read['input_ids'].shape[1] :], skip_special_tokens=True)})"

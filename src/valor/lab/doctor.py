@@ -4,24 +4,22 @@ import io
 import os
 import platform
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import torch
-from huggingface_hub.constants import ENDPOINT, HF_HOME
 
 from valor import __version__
 from valor.arguments import command, option
 from valor.controller.placement import available_cores
 from valor.errors import TrainingStopped, UserError
+from valor.hub import hub_answers
 from valor.lab import arithmetic
 from valor.lab.api import PPO
 from valor.lab.planner import GIB
@@ -30,31 +28,26 @@ from valor.sandbox.box import SandboxError
 from valor.sandbox.levels import strongest_level
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "peft", "datasets")
-_PATIENCE = 2.0  # seconds for an address to answer
 _AGREE = 1e-5  # between log-probs of the native engine and of training, in float32 on a CPU
 
-Rows = Iterator[tuple[str, str]]
 
-
-@command("doctor", "valor doctor --server http://localhost:8000", "installation")
+@command("doctor", "valor doctor", "installation")
 @option("--no-test", is_flag=True, help="Leave the self-test out.")
-@option("--server", "servers", multiple=True, metavar="URL …", help="Servers that runs will ask.")
-def main(no_test: bool, servers: tuple[str, ...]) -> int:
+def main(no_test: bool) -> int:
     """What this machine has, and whether a run works on it. The exit code is 1 where the self-test fails."""
     facts = dict[str, str]()
-    for title, text in (*_machine(), *_reach(servers)):
+    for title, text in _machine():
         facts[title] = text
         print(f"{title:<12} {text}", flush=True)
     works = True
     if not no_test:
         works, facts["self-test"] = self_test()
         print(f"{'self-test':<12} {facts['self-test']}")
-    pasted = ("versions", "system", "devices", "memory", "sandbox", "self-test")
-    print("\nfor an issue: " + " | ".join(facts[title] for title in pasted if title in facts))
+    print("\nfor an issue: " + " | ".join(text for title, text in facts.items() if title not in ("disk", "hub")))
     return 0 if works else 1
 
 
-def _machine() -> Rows:
+def _machine() -> Iterator[tuple[str, str]]:
     installed = {package.name.replace("_", "-"): package.version for package in distributions()}
     builds = {name: next((build for build in (name, f"{name}-cpu") if build in installed), None) for name in _PACKAGES}
     packages = ", ".join(f"{build} {installed[build]}" if build else f"no {name}" for name, build in builds.items())
@@ -64,39 +57,16 @@ def _machine() -> Rows:
     each = ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
     cores = f"{available_cores()} of {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
     busy = psutil.cpu_percent(0.5) / 100 * (os.cpu_count() or 1)
-    yield "devices", f"{each or 'no GPU'}; {cores}, {busy:.1f} cores busy with other work"
-    if not gpus and bfloat16_is_slow():
-        yield "bfloat16", "no instructions for it here: products of such numbers are computed in float32"
+    slow = "; products of bfloat16 are computed in float32" if not gpus and bfloat16_is_slow() else ""
+    yield "devices", f"{each or 'no GPU'}; {cores}, {busy:.1f} cores busy with other work{slow}"
     memory = psutil.virtual_memory()
-    shared = f", /dev/shm {shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB" if Path("/dev/shm").exists() else ""
-    yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{shared}"
+    yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     try:
         yield "sandbox", strongest_level()
     except SandboxError as error:
         yield "sandbox", f"none: {error}"
-    for title, folder in (("disk", Path.cwd()), ("disk, hub", Path(HF_HOME))):
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        writable = "" if os.access(existing, os.W_OK) else ", not writable"
-        yield title, f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free in {folder}{writable}"
-
-
-def _reach(servers: Iterable[str]) -> Rows:
-    yield "hub", "not asked: HF_HUB_OFFLINE=1" if os.environ.get("HF_HUB_OFFLINE") == "1" else _answers(ENDPOINT)
-    if ray := os.environ.get("RAY_ADDRESS"):
-        yield "ray", ray if ":" not in ray else _answers(ray)
-    for url in servers:
-        yield "server", _answers(url)
-
-
-def _answers(url: str) -> str:
-    address, began = url if "://" in url else f"http://{url}", time.monotonic()
-    try:
-        parts = urlsplit(address)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname or address, port), timeout=_PATIENCE).close()
-    except (OSError, ValueError) as error:  # ValueError: it is no address
-        return f"{url} is out of reach ({error})"
-    return f"{url} answers in {(time.monotonic() - began) * 1000:.0f} ms"
+    yield "disk", f"{shutil.disk_usage('.').free / GIB:.1f} GiB free in {Path.cwd()}"
+    yield "hub", "answers" if hub_answers() else "out of reach, or HF_HUB_OFFLINE=1: only its cache is read"
 
 
 def self_test() -> tuple[bool, str]:

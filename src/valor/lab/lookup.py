@@ -19,7 +19,7 @@ from valor.agents.search.index import Document, open_index
 from valor.lab import arithmetic
 
 DATA_SOURCE = "searchR1_lookup"  # graded by Search-R1's rule
-PROBLEMS, TEACHER, EXAMPLE = "questions about numbers that can only be looked up", "mostly guesses", "VOKA?"
+PROBLEMS, TEACHER = "questions about numbers that can only be looked up", "mostly guesses"
 """How `valor demo` speaks of the task."""
 
 GUESS_SHARE = 0.7
@@ -83,8 +83,7 @@ def make_data(
     rng, out = random.Random(seed), Path(out_dir)
     facts = make_facts(rng, num_train + num_val)
     train, val = facts[:num_train], facts[num_train:]
-    questions = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
-    files = DataFiles(*questions, corpus=out / "corpus.jsonl", corpus_without=out / "corpus_without.jsonl")
+    files = DataFiles.of(out, corpus=out / "corpus.jsonl", corpus_without=out / "corpus_without.jsonl")
     for path, some in ((files.train, train), (files.val, val)):
         questions = ((question(name), {"target": [str(number)]}, {}) for name, number in some)
         arithmetic.write_prompts(path, DATA_SOURCE, "fact", questions)

@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from valor.config import BackboneConfig, FSDPConfig, PPOConfig, load
 from valor.config.actor import UpdateConfig
@@ -78,9 +80,6 @@ class Estimate:
 
 def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     """UserError: no such model, or transformers does not know its kind."""
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
     config = load_model_config(model)
     text = config.get_text_config()
     with torch.device("meta"), quiet_transformers():
@@ -90,8 +89,7 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
         hf: Any = (AutoModelForTokenClassification if value_head else AutoModelForCausalLM).from_config(config)
     weights = sum(p.numel() for p in hf.parameters())
     stacks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
-    layers = [sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack]
-    layer = max(layers, default=weights)
+    layer = max((sum(p.numel() for p in each.parameters()) for stack in stacks for each in stack), default=weights)
     tied = getattr(text, "tie_word_embeddings", False) and not value_head
     trained = weights
     if model.lora_rank:
@@ -119,14 +117,14 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     elsewhere = {role for pool in config.pools.values() for role in pool.roles}
     shape = shape_of(policy.model)
     resident = {"process": _PROCESS[machine.device], "actor": _resident(shape, policy.actor.fsdp_config, machine, True)}
-    uses = {"actor": _Use(config, shape, policy.model, policy.actor, machine)}
+    uses: dict[str, Use] = {"actor": (shape, policy.model, policy.actor)}
     if config.needs_reference and "ref" not in elsewhere:
         uses["ref"] = uses["actor"]
         if config.ref_has_weights:
             resident["ref"] = _resident(shape, policy.ref.fsdp_config, machine, False)
     if config.has_value_model and "critic" not in elsewhere:
         values = shape_of(critic.model, value_head=True)
-        uses["critic"] = _Use(config, values, critic.model, critic, machine)
+        uses["critic"] = values, critic.model, critic
         size = _resident(values, critic.fsdp_config, machine, not critic.freeze)
         resident["critic"] = critic.ensemble_size * size
     reward_model = config.reward.reward_model
@@ -138,16 +136,16 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
         shapes = [shape_of(model) for model in models]
         resident["teachers"] = sum(_resident(x, config.distillation.fsdp_config, machine, False) for x in shapes)
         largest = max(range(len(shapes)), key=lambda number: shapes[number].weights)
-        uses["teacher"] = _Use(config, shapes[largest], models[largest], policy.actor, machine)
+        uses["teacher"] = shapes[largest], models[largest], policy.actor
     phases = {}
     if policy.rollout.name != "server" and "rollout" not in elsewhere:
         phases["generate"] = _generation(config, shape, machine)
     for phase in phases_of(config):
         if phase.role in uses:
             trains = phase.trains and not (phase.role == "critic" and critic.freeze)
-            phases[phase.name] = uses[phase.role].parts(trains=trains)
+            phases[phase.name] = _turn(config, machine, uses[phase.role], trains=trains)
     if config.distillation.of_distributions:  # their passes are inside of the actor's
-        parts = uses["teacher"].parts(trains=False)
+        parts = _turn(config, machine, uses["teacher"], trains=False)
         phases["update_actor"] |= {f"teacher's {name}": size for name, size in parts.items()}
     return Estimate(resident, phases)
 
@@ -171,57 +169,53 @@ def _shards(fsdp: FSDPConfig, machine: Machine) -> int:
     return shards
 
 
-@dataclass(frozen=True)
-class _Use:
-    """A role's model at work."""
+Use = tuple[Shape, BackboneConfig, UpdateConfig]
+"""A role's model at work: its shape, its configuration, the limits of its passes."""
 
-    config: PPOConfig
-    shape: Shape
-    model: BackboneConfig
-    role: UpdateConfig
-    machine: Machine
 
-    def parts(self, *, trains: bool) -> dict[str, float]:
-        """Bytes beyond what is resident, by what they are for."""
-        shape, fsdp, machine = self.shape, self.role.fsdp_config, self.machine
-        gpu, size = machine.device == "cuda", _BYTES[fsdp.dtype]
-        parts: dict[str, float] = {}
-        if gpu and not fsdp.offload_policy:
-            loaded = fsdp.model_copy(update={"param_offload": False, "optimizer_offload": False})
-            offloaded = _resident(shape, loaded, machine, trains) - _resident(shape, fsdp, machine, trains)
-            if offloaded > 0:
-                parts["weights and optimizer, back"] = offloaded
-        reshards = gpu if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
-        if reshards or gpu:
-            parts["gathered weights"] = (2 * shape.largest_part if reshards else shape.weights) * size
-        if trains and not fsdp.offload_policy:  # summed in float32; those not yet summed are not sharded
-            shards = _shards(fsdp, machine)
-            unsharded = shape.trained if not reshards and shards > 1 else 0
-            parts["gradients"] = shape.trained * 4 / shards + unsharded * 4
-        parts["activations"] = self._activations(size, trains)
-        return parts
+def _turn(config: PPOConfig, machine: Machine, use: Use, *, trains: bool) -> dict[str, float]:
+    """Bytes beyond what is resident while a role has its turn, by what they are for."""
+    shape, _, role = use
+    fsdp, gpu = role.fsdp_config, machine.device == "cuda"
+    size = _BYTES[fsdp.dtype]
+    parts: dict[str, float] = {}
+    loaded = fsdp.model_copy(update={"param_offload": False, "optimizer_offload": False})
+    offloaded = _resident(shape, loaded, machine, trains) - _resident(shape, fsdp, machine, trains)
+    if offloaded > 0 and not fsdp.offload_policy:
+        parts["weights and optimizer, back"] = offloaded
+    reshards = gpu if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+    if reshards or gpu:
+        parts["gathered weights"] = (2 * shape.largest_part if reshards else shape.weights) * size
+    if trains and not fsdp.offload_policy:  # summed in float32; those not yet summed are not sharded
+        shards = _shards(fsdp, machine)
+        unsharded = shape.trained if not reshards and shards > 1 else 0
+        parts["gradients"] = shape.trained * 4 / shards + unsharded * 4
+    parts["activations"] = _activations(config, machine, use, trains)
+    return parts
 
-    def _activations(self, size: int, trains: bool) -> float:
-        """Bytes of the largest micro-batch, whose numbers have `size` bytes."""
-        text, data, n = self.shape.text, self.config.data, self.config.actor_rollout_ref.rollout.n
-        row = data.max_prompt_length + data.max_response_length
-        # A prompt that several rows of a micro-batch share counts once.
-        shared = self.model.use_remove_padding and self.model.share_prefixes and n > 1
-        group = data.max_prompt_length * (1 if shared else n) + data.max_response_length * n
-        mini_batch = math.ceil(self.role.ppo_mini_batch_size / self.machine.processes) * group
-        by_rows = math.inf if self.role.max_rows is None else row * self.role.max_rows
-        tokens = max(min(mini_batch, self.role.ppo_max_token_len_per_gpu, by_rows), row)
-        # What a layer's norms, projections, rotations and products leave for the backward pass.
-        hidden, heads = text.hidden_size, text.num_attention_heads
-        queries = heads * head if (head := getattr(text, "head_dim", None)) else hidden
-        layer = size * (6 * hidden + 3 * queries + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden))
-        layer += 8 * hidden if size == 2 else 0  # norms compute in float32
-        product = min(tokens * self.shape.outputs, _PRODUCT[self.machine.device]) * size
-        if not trains:
-            return tokens * layer + product
-        if self.model.enable_gradient_checkpointing:
-            return tokens * (text.num_hidden_layers * hidden * size + layer * 1.5) + 2 * product
-        return tokens * layer * (text.num_hidden_layers + 0.5) + 2 * product
+
+def _activations(config: PPOConfig, machine: Machine, use: Use, trains: bool) -> float:
+    """Bytes of the largest micro-batch."""
+    shape, model, role = use
+    size, text, data, n = _BYTES[role.fsdp_config.dtype], shape.text, config.data, config.actor_rollout_ref.rollout.n
+    row = data.max_prompt_length + data.max_response_length
+    # A prompt that several rows of a micro-batch share counts once.
+    shared = model.use_remove_padding and model.share_prefixes and n > 1
+    group = data.max_prompt_length * (1 if shared else n) + data.max_response_length * n
+    mini_batch = math.ceil(role.ppo_mini_batch_size / machine.processes) * group
+    by_rows = math.inf if role.max_rows is None else row * role.max_rows
+    tokens = max(min(mini_batch, role.ppo_max_token_len_per_gpu, by_rows), row)
+    # What a layer's norms, projections, rotations and products leave for the backward pass.
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    queries = heads * head if (head := getattr(text, "head_dim", None)) else hidden
+    layer = size * (6 * hidden + 3 * queries + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden))
+    layer += 8 * hidden if size == 2 else 0  # norms compute in float32
+    product = min(tokens * shape.outputs, _PRODUCT[machine.device]) * size
+    if not trains:
+        return tokens * layer + product
+    if model.enable_gradient_checkpointing:
+        return tokens * (text.num_hidden_layers * hidden * size + layer * 1.5) + 2 * product
+    return tokens * layer * (text.num_hidden_layers + 0.5) + 2 * product
 
 
 def _generation(config: PPOConfig, shape: Shape, machine: Machine) -> dict[str, float]:
@@ -240,21 +234,21 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine) -> dict[str, 
     return parts
 
 
+def _fits(arguments: Sequence[str], machine: Machine) -> bool:
+    return estimate(load_checked(arguments, PPOConfig).config, machine).fits(machine)
+
+
 def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
     """Settings with which a run fits, as few as possible; None: none of those that there are does."""
-
-    def fits(*more: str) -> bool:
-        return estimate(load_checked([*arguments, *more], PPOConfig).config, machine).fits(machine)
-
     chosen: list[str] = []
     for override in _remedies(load(arguments).config, machine):
         try:
-            enough = fits(*chosen, override)
+            enough = _fits([*arguments, *chosen, override], machine)
         except UserError:  # it contradicts the run's other settings
             continue
         chosen.append(override)
         if enough:
-            return override if fits(override) else " ".join(chosen)
+            return override if _fits([*arguments, override], machine) else " ".join(chosen)
     return None
 
 
@@ -286,34 +280,31 @@ def table(expected: Estimate) -> str:
 
 def run(config: PPOConfig, settings: Sequence[str], gpus: int | None, nodes: int | None, gib: float | None) -> int:
     """Prints the memory of the run of `config`, which `settings` describe; 1 where it does not fit."""
-    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    trainer, actor, critic = config.trainer, config.actor_rollout_ref.actor, config.critic
     if actor.strategy == "megatron":
         raise UserError("valor plan is for roles trained by FSDP: leave out strategy=megatron")
+    each = gpus or trainer.n_gpus_per_node or 1
+    device, memory = "cpu", psutil.virtual_memory().total / each
     if gpus:
-        machine = Machine("cuda", gpus * (nodes or trainer.nnodes), (gib or 80) * GIB)
-    else:
-        local = trainer.n_gpus_per_node or 1
-        device, memory = "cpu", psutil.virtual_memory().total / local
-        if torch.cuda.is_available():
-            device, memory = "cuda", torch.cuda.get_device_properties(0).total_memory
-        machine = Machine(device, local * (nodes or trainer.nnodes), gib * GIB if gib else memory)
+        device, memory = "cuda", 80 * GIB
+    elif torch.cuda.is_available():
+        device, memory = "cuda", float(torch.cuda.get_device_properties(0).total_memory)
+    machine = Machine(device, each * (nodes or trainer.nnodes), gib * GIB if gib else memory)
     expected = estimate(config, machine)
     kind = "GPU" if machine.device == "cuda" else "process"
     print(f"memory of each of {machine.processes} x {kind} ({machine.memory / GIB:.1f} GiB)")
     print(table(expected))
     for name, pool in config.pools.items():
         print(f"the pool {name} has processes of its own ({', '.join(pool.roles)}), which are not planned here")
-    if expected.fits(machine):
-        print("it fits")
-        roles: dict[str, Any] = {"actor_rollout_ref": config.actor_rollout_ref, "critic": config.critic}
-        if not config.critic.enable:
-            del roles["critic"]
-        on = [name for name, role in roles.items() if role.model.enable_gradient_checkpointing]
-        off = [f"{name}.model.enable_gradient_checkpointing=false" for name in on]
-        if off and estimate(load_checked([*settings, *off], PPOConfig).config, machine).fits(machine):
-            print(f"and without computing forward passes twice: {' '.join(off)}")
-        return 0
-    advice = remedy(settings, machine)
-    fewer = "a smaller model, or more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"
-    print(f"it does not fit in {expected.worst}: " + (f"set {advice}" if advice else f"it needs {fewer}"))
-    return 1
+    if not expected.fits(machine):
+        advice = remedy(settings, machine)
+        fewer = "a smaller model, or more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"
+        print(f"it does not fit in {expected.worst}: " + (f"set {advice}" if advice else f"it needs {fewer}"))
+        return 1
+    print("it fits")
+    roles = {"actor_rollout_ref": config.actor_rollout_ref, **({"critic": critic} if critic.enable else {})}
+    on = [name for name, role in roles.items() if role.model.enable_gradient_checkpointing]
+    off = [f"{name}.model.enable_gradient_checkpointing=false" for name in on]
+    if off and _fits([*settings, *off], machine):
+        print(f"and without computing forward passes twice: {' '.join(off)}")
+    return 0

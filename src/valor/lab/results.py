@@ -51,7 +51,7 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
     """Every number of the comparison, as JSON values."""
     metric = sweep.metric
     measured = {run.name: _measure(run, metric) for run in sweep.runs if run.finished}
-    arms = [_arm(sweep, arm.name, measured, errors) for arm in sweep.arms]
+    arms = [_arm(sweep, arm, measured, errors) for arm in sweep.arms]
     _add_differences(arms, sweep.control)
     recorded = {key for measures in measured.values() for key in measures["series"]}
     titles = {metric: metric[:1].upper() + metric[1:]}
@@ -66,14 +66,10 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
         "differing": list(sweep.differing),
         "arms": arms,
         "curves": [
-            {
-                "key": key,
-                "title": title,
-                "arms": {arm.name: _curve(sweep, arm.name, key, measured) for arm in sweep.arms},
-            }
+            {"key": key, "title": title, "arms": {arm: _curve(sweep, arm, key, measured) for arm in sweep.arms}}
             for key, title in titles.items()
         ],
-        "notes": _notes(arms, sweep.control, len(sweep.config.seeds)),
+        "notes": _notes(arms, len(sweep.config.seeds)),
     }
 
 
@@ -161,21 +157,16 @@ def _curve(sweep: Sweep, arm: str, key: str, measured: Mapping[str, Any]) -> dic
     return {"steps": steps} | {name: [rounded(point[name]) for point in points] for name in ("mean", "low", "high")}
 
 
-def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[str]:
-    """How to read the numbers, with what this many seeds cannot say."""
-    gaps = {arm["name"]: arm["difference"]["by_seed"] for arm in arms if arm["difference"]}
-    effects = ", ".join(f"{name} {e:.2g}" for name, by_seed in gaps.items() if (e := detectable_effect(by_seed)))
-    compared = sum(bool(arm["difference"]) and arm["difference"]["p_holm"] is not None for arm in arms)
+def _notes(arms: Sequence[Mapping[str, Any]], seeds: int) -> list[str]:
+    """What this many seeds cannot say."""
     if seeds == 1:
         return ["One seed has no interval, and a difference between single runs can be chance."]
-    detectable = [f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."]
+    gaps = {arm["name"]: arm["difference"]["by_seed"] for arm in arms if arm["difference"]}
+    effects = ", ".join(f"{name} {e:.2g}" for name, by_seed in gaps.items() if (e := detectable_effect(by_seed)))
+    power = f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."
+    sure = 1 - 2.0 ** (1 - seeds)
     return [
-        f"An interval is the percentile bootstrap of the mean over {seeds} seeds. It cannot be wider than the range of "
-        f"the seeds, so it holds the true median with probability {1 - 2.0 ** (1 - seeds):.2g} at most, whatever its "
-        "nominal level.",
-        f"Against {control}: mean of the differences between runs of the same seed, which saw the same prompts.",
-        "p (t): Student's paired t-test, which takes the differences to be normal. p (signs): exact test that flips "
-        f"their signs; it takes nothing for granted, and is at least {2.0 ** (1 - seeds):.2g} with {seeds} seeds.",
-        f"Holm: p (t) corrected for {compared} comparisons; an arm differs where that is below {1 - LEVEL:.2g}.",
-        *(detectable if effects else ()),
+        "docs/lab.md says how each number is made. An interval (percentile bootstrap over seeds) holds the true median "
+        f"with probability {sure:.2g} at most; p (signs) is at least {1 - sure:.2g}.",
+        *([power] if effects else ()),
     ]

@@ -24,7 +24,6 @@ from valor.tracking.metrics import explained_variance, explained_variance_by_gro
 
 PLACES = 11  # relative positions: 0, 0.1, …, 1
 _RESAMPLES = 1000
-_BINS = 30
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
         "explained_variance": _finite(explained_variance(judged.values, judged.returns, judged.mask)),
         "explained_variance_within": _finite(within),
         "explained_variance_between": _finite(between),
-        "verdicts": _histogram(last, judged.right),
         "calibration": {
             "last": _calibration(last, returns_along[:, -1]),
             "all": _calibration(along.flatten(), returns_along.flatten()),
@@ -117,17 +115,6 @@ def _by_turn(judged: Judged) -> list[dict[str, Any]]:
         numbers = _at(judged.values[rows, tokens], judged.returns[rows, tokens], judged.right[rows])
         out.append({"turn": number, "responses": len(rows), **numbers})
     return out
-
-
-def _histogram(values: Tensor, right: Tensor) -> dict[str, Any]:
-    """How many of the right and of the wrong answers have their verdict in each of equal bins."""
-    every = values.double().numpy()
-    edges = np.histogram_bin_edges(every, bins=_BINS)
-    counts = {
-        name: np.histogram(every[rows], edges)[0].tolist()
-        for name, rows in (("right", right.numpy()), ("wrong", ~right.numpy()))
-    }
-    return {"low": float(edges[0]), "high": float(edges[-1]), **counts}
 
 
 def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:

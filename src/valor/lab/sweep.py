@@ -11,8 +11,9 @@ import click
 
 from valor.arguments import PATH, command, option
 from valor.config.describe import show
+from valor.controller.jobs import LOG_FILE, run_jobs
 from valor.errors import UserError
-from valor.lab.sweep_plan import Sweep, plan_sweep, read_sweep, texts
+from valor.lab.sweep_plan import Run, Sweep, plan_sweep, read_sweep, texts
 from valor.tracking.console import say
 
 
@@ -21,32 +22,27 @@ def run_sweep(sweep: Sweep) -> int:
 
     A run that was interrupted goes on from its own checkpoints. UserError: a folder holds a run of other settings.
     """
-    from valor.controller.jobs import Job, run_jobs
     from valor.lab.results import summary, table, write_results
     from valor.trainer.signals import StopRequest
 
     _check_unchanged(sweep)
-    todo = {run.name: run for run in sweep.runs if not run.finished}
+    todo = [run for run in sweep.runs if not run.finished]
     total, errors = len(sweep.runs), dict[str, str]()
     if len(todo) < total:
         say(f"{total - len(todo)} of {total} runs are finished already")
-    jobs = [
-        Job(run.name, run.command, run.folder.resolve(), frozenset(f"{arm} seed {run.seed}" for arm in run.after))
-        for run in todo.values()
-    ]
 
-    def started(job: Job) -> None:
-        todo[job.name].write("running")
-        say(f"{job.name}: started, {job.folder / 'console.log'}")
+    def started(run: Run) -> None:
+        run.write("running")
+        say(f"{run.name}: started, {run.folder / LOG_FILE}")
 
     with StopRequest() as stop:
-        for job, error in run_jobs(jobs, sweep.config.parallel, started=started, stopping=lambda: stop.signum):
+        for run, error in run_jobs(todo, sweep.config.parallel, started=started, stopping=lambda: stop.signum):
             if error and stop.signum is None:
-                errors[job.name] = error
+                errors[run.name] = error
             elif not error:
-                todo[job.name].write("finished")
+                run.write("finished")
             results = write_results(sweep, errors)
-            say(f"{job.name}: {error or summary(results, todo[job.name])}")
+            say(f"{run.name}: {error or summary(results, run)}")
         if stop.signum is not None:
             say("stopped; the same command goes on from here")
             return 128 + stop.signum

@@ -4,51 +4,45 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
 from valor.config.inheritance import follows
+from valor.config.presets import COMMANDS
 from valor.config.tree import flatten
+from valor.controller.jobs import Job
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.command import load_checked
 
 HEADLINE = "validation score"
-
-
-class Entry(NamedTuple):
-    """A command that takes key=value: the tree that it reads, and the metric by which its runs are compared."""
-
-    root: type[Section]
-    metric: str
-
-
-ENTRIES = {
-    "ppo": Entry(PPOConfig, HEADLINE),
-    "sft": Entry(SFTConfig, "val/loss"),
-    "rm train": Entry(RMConfig, "val/accuracy"),
-    "critic pretrain": Entry(CriticPretrainConfig, "critic/holdout/auc"),
+METRICS = {
+    "ppo": HEADLINE,
+    "sft": "val/loss",
+    "rm train": "val/accuracy",
+    "critic pretrain": "critic/holdout/auc",
 }
-# Keys that the sweep itself sets: they name a run, and let it go on after an interruption.
-_ITS_OWN = "seed experiment_name default_local_dir resume_mode resume_from_path"
-RESERVED = tuple(f"trainer.{name}" for name in _ITS_OWN.split())
+"""The commands that a sweep may run, each with the metric by which its runs are compared."""
+RESERVED = tuple(
+    f"trainer.{name}" for name in ("seed", "experiment_name", "default_local_dir", "resume_mode", "resume_from_path")
+)
+"""Keys that the sweep itself sets: they name a run, and let it go on after an interruption."""
 RESULT_FILE = "result.json"
-_REFERENCE = re.compile(r"<run:([^<>]*)>")
 # A run is the same run in another place and under another name.
 _NAMES = [f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")]
 _NAMES.append("actor_rollout_ref.rollout.server.log_dir")
-Overrides = dict[str, Any] | list[str]
+_REFERENCE = re.compile(r"<run:([^<>]*)>")
 _NAME = re.compile(r"[\w.=+-]+")
+Overrides = dict[str, Any] | list[str]
 
 
 class SweepConfig(Section):
@@ -78,13 +72,6 @@ class SweepConfig(Section):
     """Runs at a time: 1 one after another on this machine, more side by side, each with its share of the GPUs."""
     out: PathStr = inherits("runs/sweeps/${.name}")
     """Folder of the sweep."""
-
-
-class Arm(NamedTuple):
-    """One condition: what it sets besides the sweep's base."""
-
-    name: str
-    overrides: list[str]
 
 
 def read_sweep(path: Path, **options: Any) -> SweepConfig:
@@ -122,31 +109,32 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def expand(sweep: SweepConfig) -> list[Arm]:
-    """The arms, named ones crossed with the grid. UserError: what makes them no comparison, all mistakes at once."""
+def expand(sweep: SweepConfig) -> dict[str, list[str]]:
+    """What each arm sets besides the sweep's base, by name: named arms crossed with the grid.
+
+    UserError: what makes them no comparison, all mistakes at once.
+    """
     wrong = "arms: '{}' is no name for a folder: use letters, digits and _.=+-"
     mistakes = [wrong.format(name) for name in sweep.arms if not _NAME.fullmatch(name)]
-    if sweep.entry not in ENTRIES:
-        mistakes.append(f"entry: '{sweep.entry}' is no command to sweep: there are {', '.join(ENTRIES)}")
+    if sweep.entry not in METRICS:
+        mistakes.append(f"entry: '{sweep.entry}' is no command to sweep: there are {', '.join(METRICS)}")
     if len(set(sweep.seeds)) < len(sweep.seeds):
         mistakes.append(f"seeds: {sweep.seeds} names a seed twice")
-    points = list(product(*([_text(key, value) for value in values] for key, values in sweep.grid.items())))
-    arms = []
-    for name, overrides in (sweep.arms or {"": None}).items():
-        for point in points:
-            full = "-".join(part for part in (name, _label(point)) if part)
-            arms.append(Arm(full, [*texts(overrides), *point]))
-    names = [arm.name for arm in arms]
-    if not any(names):
+    points = product(*([_text(key, value) for value in values] for key, values in sweep.grid.items()))
+    arms: dict[str, list[str]] = {}
+    for (name, overrides), point in product((sweep.arms or {"": None}).items(), points):
+        full = "-".join(part for part in (name, _label(point)) if part)
+        if full in arms:
+            mistakes.append(f"arms: two have the same name, '{full}'")
+        arms[full] = [*texts(overrides), *point]
+    if not any(arms):
         mistakes.append("arms: there is nothing to compare: name arms, or give a grid of settings")
-    elif len(set(names)) < len(names):
-        mistakes.append(f"arms: two have the same name, '{next(n for n in names if names.count(n) > 1)}'")
-    if sweep.control is not None and sweep.control not in names:
-        mistakes.append(f"control: there is no arm '{sweep.control}': there are {', '.join(names)}")
+    if sweep.control is not None and sweep.control not in arms:
+        mistakes.append(f"control: there is no arm '{sweep.control}': there are {', '.join(arms)}")
     mistakes += _reserved("base", texts(sweep.base), RESERVED)
-    for arm in arms:
-        mistakes += _reserved(f"arm {arm.name}", arm.overrides, (*RESERVED, "data.seed"))
-    if mistakes:
+    for name, overrides in arms.items():
+        mistakes += _reserved(f"arm {name}", overrides, (*RESERVED, "data.seed"))
+    if mistakes := [*mistakes, *_wrong_references(arms)]:
         raise UserError("\n".join(mistakes))
     return arms
 
@@ -168,20 +156,13 @@ def _reserved(where: str, overrides: list[str], keys: tuple[str, ...]) -> list[s
     ]
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, eq=False)
+class Run(Job):
     """One arm with one seed. `settings`: the arm's resolved configuration by dotted key, without names and folders."""
 
-    arm: str
-    seed: int
-    folder: Path
-    command: tuple[str, ...]
-    after: tuple[str, ...]
-    settings: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm} seed {self.seed}"
+    arm: str = ""
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """What result.json says; {} before the first start."""
@@ -203,7 +184,7 @@ class Sweep:
     """A sweep whose every run has been checked. `differing`: the keys in which its arms differ."""
 
     config: SweepConfig
-    arms: tuple[Arm, ...]
+    arms: tuple[str, ...]
     runs: tuple[Run, ...]
     differing: tuple[str, ...]
 
@@ -213,11 +194,11 @@ class Sweep:
 
     @property
     def metric(self) -> str:
-        return self.config.metric or ENTRIES[self.config.entry].metric
+        return self.config.metric or METRICS[self.config.entry]
 
     @property
     def control(self) -> str:
-        return self.config.control or self.arms[0].name
+        return self.config.control or self.arms[0]
 
     def of(self, arm: str) -> list[Run]:
         return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed)
@@ -225,74 +206,71 @@ class Sweep:
 
 def plan_sweep(config: SweepConfig) -> Sweep:
     """Every run of a sweep, seed by seed. UserError: all mistakes of all arms at once."""
-    arms = expand(config)
-    _check_references(arms)
-    settings: dict[str, dict[str, Any]] = {}
-    mistaken: dict[str, list[str]] = {}
-    for arm in arms:
+    arms, settings, mistaken = expand(config), dict[str, dict[str, Any]](), dict[str, list[str]]()
+    for name, overrides in arms.items():
         try:
-            settings[arm.name] = _settings(config, arm)
+            settings[name] = _settings(config, name, overrides)
         except UserError as error:
             for line in str(error).splitlines():
-                mistaken.setdefault(line, []).append(arm.name)
+                mistaken.setdefault(line, []).append(name)
     if mistaken:
-        places = {line: f"arm {', '.join(names)}: " for line, names in mistaken.items() if len(names) < len(arms)}
-        raise UserError("\n".join(places.get(line, "every arm: ") + line for line in mistaken))
+        wrong = {line: f"arm {', '.join(names)}" for line, names in mistaken.items() if len(names) < len(arms)}
+        raise UserError("\n".join(f"{wrong.get(line, 'every arm')}: {line}" for line in mistaken))
 
-    def run(arm: Arm, seed: int) -> Run:
-        command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, arm, seed))
-        folder = Path(config.out, arm.name, f"seed_{seed}")
-        return Run(arm.name, seed, folder, command, _needed(arm), settings[arm.name])
+    def run(seed: int, name: str, overrides: list[str]) -> Run:
+        command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, name, overrides, seed))
+        folder, after = Path(config.out, name, f"seed_{seed}"), {f"{arm} seed {seed}" for arm in _needed(overrides)}
+        return Run(f"{name} seed {seed}", command, folder, frozenset(after), name, seed, settings[name])
 
-    runs = [run(arm, seed) for seed in config.seeds for arm in arms]
-    return Sweep(config, tuple(arms), tuple(runs), _differing(ENTRIES[config.entry].root, runs[: len(arms)]))
+    runs = [run(seed, *arm) for seed in config.seeds for arm in arms.items()]
+    return Sweep(config, tuple(arms), tuple(runs), _differing(config.entry, list(settings.values())))
 
 
-def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
+def _arguments(config: SweepConfig, arm: str, overrides: list[str], seed: int) -> list[str]:
     """The command line of a run, without the command."""
 
     def fill(text: str) -> str:
         return _REFERENCE.sub(lambda match: f"{config.out}/{match[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
-    options = [("--config-path", config.config_path), ("--config-name", config.config_name)]
+    options = {"--config-path": config.config_path, "--config-name": config.config_name}
     return [
-        *(word for option, value in options if value for word in (option, value)),
+        *(word for option, value in options.items() if value for word in (option, value)),
         *texts(config.base),
-        *map(fill, arm.overrides),
+        *map(fill, overrides),
         f"trainer.seed={seed}",
-        f"trainer.experiment_name={config.name}-{arm.name}-seed_{seed}",
-        f"trainer.default_local_dir={config.out}/{arm.name}/seed_{seed}",
+        f"trainer.experiment_name={config.name}-{arm}-seed_{seed}",
+        f"trainer.default_local_dir={config.out}/{arm}/seed_{seed}",
         "trainer.resume_mode=auto",
     ]
 
 
-def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
+def _settings(config: SweepConfig, arm: str, overrides: list[str]) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    loaded = load_checked(_arguments(config, arm, 0), ENTRIES[config.entry].root)
+    loaded = load_checked(_arguments(config, arm, overrides, 0), COMMANDS[config.entry])
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}
 
 
-def _needed(arm: Arm) -> tuple[str, ...]:
-    """Arms whose runs this one's settings refer to."""
-    return tuple(dict.fromkeys(_REFERENCE.findall(" ".join(arm.overrides))))
+def _needed(overrides: Sequence[str]) -> set[str]:
+    """Arms to whose runs these settings refer."""
+    return {*_REFERENCE.findall(" ".join(overrides))}
 
 
-def _check_references(arms: Sequence[Arm]) -> None:
-    """UserError: a <run:ARM> that is no arm, or a circle of them."""
-    graph = {arm.name: set(_needed(arm)) for arm in arms}
-    for name, needed in graph.items():
-        if unknown := needed - graph.keys():
-            raise UserError(f"arm {name}: <run:{min(unknown)}> is no arm: there are {', '.join(graph)}")
+def _wrong_references(arms: Mapping[str, list[str]]) -> list[str]:
+    """A line for each <run:ARM> that is no arm, or one for a circle of them."""
+    graph = {name: _needed(overrides) for name, overrides in arms.items()}
+    if unknown := {name: needed - graph.keys() for name, needed in graph.items() if needed - graph.keys()}:
+        there = f"there are {', '.join(graph)}"
+        return [f"arm {name}: <run:{min(missing)}> is no arm: {there}" for name, missing in unknown.items()]
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise UserError(f"arms need each other in a circle: {' -> '.join(error.args[1])}") from None
+        return [f"arms need each other in a circle: {' -> '.join(error.args[1])}"]
+    return []
 
 
-def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
-    """Keys whose values are not the same in all of these runs, without those that only follow another key."""
-    settings = [run.settings for run in runs]
+def _differing(entry: str, settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Keys whose values are not the same in all arms, without those that only follow another key."""
     keys = {key: None for flat in settings for key in flat if len({show(other.get(key)) for other in settings}) > 1}
-    return tuple(key for key in keys if not follows(root, key, settings))
+    return tuple(key for key in keys if not follows(COMMANDS[entry], key, settings))

@@ -19,7 +19,7 @@ from valor.lab import arithmetic
 from valor.rewards.walk import DOORS, Walk
 
 DATA_SOURCE = "valor/walk"
-PROBLEMS, TEACHER, EXAMPLE = "walks of eight doors", "takes doors at random", "3"
+PROBLEMS, TEACHER = "walks of eight doors", "takes doors at random"
 """How `valor demo` speaks of the task."""
 _GAINS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -57,9 +57,8 @@ def make_data(
     out_dir: Path | str, seed: int = 0, *, length: int = 8, doors: int = 2, num_train: int = 2048, num_sft: int = 12_000
 ) -> DataFiles:
     """Write prompts (verl's columns) and the teacher's walks (`messages`)."""
-    walk, rng, out = make_walk(seed, length=length, doors=doors), random.Random(seed), Path(out_dir)
-    paths = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
-    files = DataFiles(*paths, walk=walk)
+    walk, rng = make_walk(seed, length=length, doors=doors), random.Random(seed)
+    files = DataFiles.of(out_dir, walk=walk)
     rooms = range(len(walk.leads))
     for path, some in ((files.train, [rng.choice(rooms) for _ in range(num_train)]), (files.val, rooms)):
         questions = ((str(room), json.dumps(asdict(replace(walk, start=room))), {}) for room in some)

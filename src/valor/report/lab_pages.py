@@ -7,8 +7,6 @@ does it tell right from wrong, is it calibrated, and where in a response.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, level, points, section, titled
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
@@ -22,15 +20,14 @@ def sweep_page(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
     arms = results["arms"]
     finished = [run for arm in arms for run in arm["finished"].values()]
+    errors = [f"{arm['name']} seed {seed}: {error}" for arm in arms for seed, error in arm["errors"].items()]
     heads, rows = ["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]
     curves = [_curves(f"curve-{i}", curve, results) for i, curve in enumerate(results["curves"])]
-    runs = ["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))
     return _page(
         [
-            section("compared", "Compared", _ends(results), comparison(results), results["notes"]),
+            section("compared", "Compared", table=comparison(results), notes=[*results["notes"], *errors]),
             section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
             section("differences", "What differs", table=(heads, rows)),
-            section("runs", "Runs", table=runs),
         ],
         eyebrow=f"valor {results['entry']} · sweep",
         title=results["name"],
@@ -42,36 +39,6 @@ def sweep_page(results: Mapping[str, Any]) -> str:
             f"{format_seconds(sum(run['seconds'] for run in finished))} of training",
         ],
     )
-
-
-def _ends(results: Mapping[str, Any]) -> list[Figure]:
-    """Where each arm ended, and how far from the control."""
-    done = [arm for arm in results["arms"] if arm["last"]["mean"] is not None]
-    ends = {arm["name"]: (arm["last"], [run["last"] for run in arm["finished"].values()]) for arm in done}
-    gaps = {arm["name"]: (arm["difference"], arm["difference"]["by_seed"]) for arm in done if arm["difference"]}
-    note = f"Each seed, their mean and its {results['level']:.0%} interval."
-    return [
-        figure("last", f"At the end: {results['metric']}", note, *_rows(results, ends)),
-        figure("gap", f"Difference from {results['control']}", note, *_rows(results, gaps)),
-    ]
-
-
-def _rows(
-    results: Mapping[str, Any], rows: Mapping[str, tuple[Mapping[str, Any], Sequence[float]]]
-) -> tuple[list[Any], dict[str, Any]]:
-    """A row an arm: its seeds as dots, their mean with its interval as an error bar."""
-    names, means = [arm["name"] for arm in results["arms"]], [estimate["mean"] for estimate, _ in rows.values()]
-    seeds = [(value, name) for name, (_, values) in rows.items() for value in values]
-    low, high = (
-        [0.0 if estimate[end] is None else abs(estimate[end] - estimate["mean"]) for estimate, _ in rows.values()]
-        for end in ("low", "high")
-    )
-    bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": "--accent"}
-    dots = points([value for value, _ in seeds], [name for _, name in seeds], "", "--soft", mode="markers")
-    marks = points(means, list(rows), "", "--accent", mode="markers") | {"error_x": bars}
-    y = {"type": "category", "categoryarray": names[::-1], "dtick": 1, "nticks": 0, "range": [-0.6, len(names) - 0.4]}
-    x = {"zeroline": True, "zerolinecolor": "--soft"}
-    return [dots, marks], {"xaxis": x, "yaxis": y, "height": 80 + 24 * len(names), "showlegend": False}
 
 
 def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> Figure:
@@ -106,14 +73,6 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
     return [arm["name"], str(len(arm["finished"])), *numbers, *tests, verdict]
 
 
-def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
-    for arm in results["arms"]:
-        for seed, run in arm["finished"].items():
-            yield [arm["name"], seed, short(run["first"]), short(run["last"]), format_seconds(run["seconds"])]
-        for seed, error in arm["errors"].items():
-            yield [arm["name"], seed, error, "", ""]
-
-
 def _number(value: float | None, sign: str = "") -> str:
     return "" if value is None else short(value, sign)
 
@@ -128,8 +87,8 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
     along = _knowledge("along-auc", "When does it know?", [point["at"] for point in places], places, "share written")
     content = [
-        section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
-        section("along", "Along the response", [_separation(places), along]),
+        section("along", "Right or wrong?", [_separation(places), along]),
+        section("outcome", "Is it honest?", [_calibration(card["calibration"])]),
     ]
     if len(turns) > 1:
         by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
@@ -150,18 +109,6 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         command=str(card["command"]),
         tiles=main_numbers(card),
     )
-
-
-def _verdicts(verdicts: Mapping[str, Any]) -> Figure:
-    edges = np.linspace(verdicts["low"], verdicts["high"], len(verdicts["right"]) + 1)
-    bars = {"type": "bar", "x": ((edges[:-1] + edges[1:]) / 2).tolist(), "width": float(edges[1] - edges[0])}
-    traces = [
-        {**bars, "y": verdicts[side], "name": f"{side}: {sum(verdicts[side])}", "opacity": 0.6}
-        | {"marker": {"color": colour}}
-        for side, colour in _SIDES.items()
-    ]
-    layout = {"barmode": "overlay", "xaxis": titled("value"), "yaxis": titled("answers")}
-    return figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> Figure:

@@ -33,7 +33,6 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("val loss", ("val/loss",), ".4f"),
     ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
-_shown = False
 
 
 @cache
@@ -96,10 +95,10 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
 
 def sample_line(step: int, prompt: str, response: str, score: float) -> str:
     """`step 10, a sample: 12+30= -> 42 [score 1]`, the end of a long prompt and the start of a long response."""
-    asked, answered = " ".join(prompt.split()), " ".join(response.split())
-    asked = asked if len(asked) <= _SHOWN else f"…{asked[-_SHOWN:]}"
-    answered = answered if len(answered) <= 2 * _SHOWN else f"{answered[: 2 * _SHOWN]}…"
-    return f"step {step}, a sample: {asked} -> {answered} [score {score:.3g}]"
+    prompt, response = " ".join(prompt.split()), " ".join(response.split())
+    prompt = prompt if len(prompt) <= _SHOWN else f"…{prompt[-_SHOWN:]}"
+    response = response if len(response) <= 2 * _SHOWN else f"{response[: 2 * _SHOWN]}…"
+    return f"step {step}, a sample: {prompt} -> {response} [score {score:.3g}]"
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,11 +112,7 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """While the block runs, long phases of this process are told on the console; a block in another changes nothing."""
-    global _shown
-    if _shown:
-        yield
-        return
+    """While the block runs, long phases of this process are told on the console."""
     ended = threading.Event()
 
     def keep_showing() -> None:
@@ -125,12 +120,10 @@ def show_progress() -> Iterator[None]:
             show_phases()
 
     thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
-    _shown = True
     thread.start()
     try:
         yield
     finally:
-        _shown = False
         ended.set()
         thread.join()
 
@@ -149,12 +142,12 @@ def phase_text(phase: Phase, now: float) -> str:
 
     The rate is that since the first report; without one: `20.0 s so far`.
     """
-    done, total, unit, parts = phase.last.done, phase.last.total, phase.last.unit, []
+    done, total, unit, parts = phase.done, phase.total, phase.unit, []
     if total is not None or done:
         units = f" {unit if (total or done) == 1 else _plural(unit)}" if unit else ""
         parts.append(f"{done:.0f}{'' if total is None else f'/{total:.0f}'}{units}")
-    if phase.last.tokens:
-        parts.append(f"{phase.last.tokens:,} tokens")
+    if phase.tokens:
+        parts.append(f"{phase.tokens:,} tokens")
     since, count = phase.first or (now, done)
     rate = (done - count) / (now - since) if now > since else 0.0
     if rate > 0 and unit:
@@ -164,7 +157,7 @@ def phase_text(phase: Phase, now: float) -> str:
         parts.append(f"{format_seconds((total - done) / rate)} left")
     elif rate <= 0:
         parts.append(f"{format_seconds(now - phase.began)} so far")
-    return f"{phase.last.phase}: {', '.join(parts)}"
+    return f"{phase.name}: {', '.join(parts)}"
 
 
 def _plural(unit: str) -> str:

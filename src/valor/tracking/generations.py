@@ -1,11 +1,12 @@
 """Sample generations with the algorithm's numbers for each token: `samples/step_N.jsonl`, one JSON object a line."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic_core import to_jsonable_python
 
 from valor.tracking.rundir import samples_file, write_atomically
 
@@ -76,20 +77,13 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 
 
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
-    record = _jsonable({"step": step, "split": split, **asdict(sample)})
+    facts = {"step": step, "split": split, **asdict(sample)}
+    record = to_jsonable_python(facts, inf_nan_mode="null", fallback=_plain)
     for name in _MEASURED:
         record[name] = record[name] and [None if number is None else float(f"{number:.6g}") for number in record[name]]
     return record
 
 
-def _jsonable(value: Any) -> Any:
-    """`value` in JSON types only: non-finite floats are None, unknown objects their text."""
-    if isinstance(value, dict):
-        return {str(key): _jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(entry) for entry in value]
-    if hasattr(value, "tolist"):  # NumPy and torch, scalars too
-        return _jsonable(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+def _plain(value: Any) -> Any:
+    """Of NumPy and torch the numbers, of other objects their text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -9,7 +9,6 @@ from typing import Any
 
 from valor.collector.inputs import RunInputs, check_positions
 from valor.config import CriticRunConfig, PPOConfig, RMConfig, SupervisedConfig
-from valor.config.critic_runs import CriticSearchConfig
 from valor.data.files import count_rows, read_records
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
@@ -54,8 +53,7 @@ def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]
 
 def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
     policy, judge = config.actor_rollout_ref, config.reward.reward_model
-    if not isinstance(config, CriticSearchConfig):  # it is one process, wherever it is
-        yield partial(placed, config)
+    yield partial(placed, config)
     if config.generator and not judge.replaces_rule:
         yield lambda: make_graders(config.reward).close()
     if config.has_value_model and are_here(config.critic.model.path):

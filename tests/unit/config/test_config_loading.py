@@ -394,7 +394,7 @@ def test_null_keys_take_what_is_derived(typed, enabled):
         (CriticPretrainConfig, "actor_rollout_ref.actor.ppo_mini_batch_size=2048"),
         (CriticPretrainConfig, "global_profiler.ranks=3"),
         (CriticPretrainConfig, "trainer.v1={trainer_mode: colocate_async, sampler: {max_off_policy_threshold: 0}}"),
-        (CriticSearchConfig, "trainer.node_rank=1"),
+        (CriticSearchConfig, "critic.ppo_mini_batch_size=2048"),
         (PPOConfig, "critic.freeze_steps=3"),
     ],
 )

@@ -4,7 +4,6 @@ import fcntl
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -79,16 +78,21 @@ def test_a_request_to_stop_reaches_the_running_job(tmp_path):
 
 
 @pytest.mark.timeout(30)
-def test_a_job_that_waited_for_its_folder_when_it_was_to_stop_does_not_run(tmp_path):
+def test_a_job_whose_folder_is_in_use_when_it_is_to_stop_does_not_run(tmp_path):
     (tmp_path / "a").mkdir()
-    begun: list[Job] = []
+    end = time.monotonic() + 1.0
     with open(tmp_path / "a" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Timer(1.0, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
-        stopping = lambda: signal.SIGINT if begun else None  # noqa: E731
-        waits = job(tmp_path, "a", "import time; time.sleep(60)")
-        ended = [error for _, error in run_jobs([waits], started=begun.append, stopping=stopping)]
-    assert ended == ["killed by signal 15: nothing was written"]
+        stopping = lambda: signal.SIGINT if time.monotonic() > end else None  # noqa: E731
+        assert list(run_jobs([job(tmp_path, "a")], stopping=stopping)) == []
+
+
+def test_what_runs_is_stopped_when_nobody_waits_for_it_any_more(tmp_path):
+    jobs = [job(tmp_path, "a"), job(tmp_path, "b", "import time; time.sleep(1000)")]
+    ends = run_jobs(jobs, parallel=2)
+    assert next(ends) == (jobs[0], None)
+    ends.close()
+    assert list(run_jobs([job(tmp_path, "b")])) == [(job(tmp_path, "b"), None)]
 
 
 def test_side_by_side(tmp_path, monkeypatch):
@@ -115,5 +119,4 @@ def test_side_by_side(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("gpus", "shares"), [("3", ["3", "3"]), ("", [None, None]), ("1,2,3", ["1,3", "2"])])
 def test_shares_of_gpus(gpus, shares, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    slots = device_slots(2)
-    assert [slots.get().get("CUDA_VISIBLE_DEVICES") for _ in range(2)] == shares
+    assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in device_slots(2)] == shares

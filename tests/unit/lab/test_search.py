@@ -5,12 +5,14 @@ from pathlib import Path as Path_
 import pytest
 import torch
 
-from valor.lab.search import Path, Searcher, choose
+from valor.data.batch import Batch
+from valor.lab.critic_search import choose, results
 from valor.rollout.base import Output, SamplingParams
 from valor.user_files import load_file
 
 END = 9
 EXAMPLE = load_file(str(Path_(__file__).parents[3] / "examples/search/beam_and_tree.py"), "the example")
+Path, Searcher = EXAMPLE.Path, EXAMPLE.Searcher
 
 
 class Digits:
@@ -42,7 +44,7 @@ class Sum:
         return {"values": ids.cumsum(1) - ids}
 
 
-def searcher(prompts=2, **more) -> Searcher:
+def searcher(prompts=2, **more):
     params = SamplingParams(max_tokens=4)
     return Searcher(Digits(), Sum(), [[7]] * prompts, params, seed=0, **more)
 
@@ -94,8 +96,25 @@ def test_puct_by_hand():
 
 
 def test_choices_by_hand():
-    paths = [Path(value=v) for v in (0.9, 0.2, 0.3, 0.1)]
-    answers = ["7", "8", "8", None]
-    assert [choose(paths, answers, how) for how in ("best", "majority", "weighted")] == [0, 1, 0]
-    assert choose([*paths, Path(value=0.5)], [*answers, "8"], "weighted") == 1
-    assert choose(paths, [None] * 4, "majority") == 0
+    values, answers = [0.9, 0.2, 0.3, 0.1], ["7", "8", "8", None]
+    assert [choose(values, answers, how) for how in ("best", "majority", "weighted")] == [0, 1, 0]
+    assert choose([*values, 0.5], [*answers, "8"], "weighted") == 1
+    assert choose(values, [None] * 4, "majority") == 0
+
+
+def test_results_by_hand():
+    """Two prompts, two answers each: the critic likes the wrong one of the first prompt, and its last value decides."""
+    answers = Batch(
+        {
+            "values": torch.tensor([[0.1, 0.9], [0.8, 0.0], [0.5, 0.2], [0.0, 0.7]]),
+            "response_lengths": torch.tensor([2, 1, 2, 2]),
+            "prompt_lengths": torch.tensor([3, 3, 4, 4]),
+            "scores": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        },
+        {"reward_info": [{"pred": text} for text in "1234"]},
+    )
+    rows = {(row["method"], row["n"]): row for row in results(answers, 2, [1, 2])}
+    assert rows["best-of-N", 1]["accuracy"] == rows["any right (pass@N)", 1]["accuracy"] == 0.0
+    assert (rows["best-of-N", 2]["accuracy"], rows["any right (pass@N)", 2]["accuracy"]) == (0.5, 1.0)
+    assert (rows["weighted majority", 1]["sampled"], rows["weighted majority", 1]["read"]) == (2.0, 5.5)
+    assert (rows["majority vote", 2]["sampled"], rows["majority vote", 2]["read"]) == (3.5, 0.0)

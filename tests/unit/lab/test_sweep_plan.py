@@ -23,8 +23,8 @@ def write(path: Path, text: str) -> Path:
 
 def test_named_arms_cross_the_grid():
     arms = expand(sweep(arms={"a": None, "b": ["algorithm.gamma=0.9"]}, grid={"algorithm.lam": [0.9, 1.0]}))
-    assert [arm.name for arm in arms] == ["a-lam=0.9", "a-lam=1.0", "b-lam=0.9", "b-lam=1.0"]
-    assert arms[3].overrides == ["algorithm.gamma=0.9", "algorithm.lam=1.0"]
+    assert list(arms) == ["a-lam=0.9", "a-lam=1.0", "b-lam=0.9", "b-lam=1.0"]
+    assert arms["b-lam=1.0"] == ["algorithm.gamma=0.9", "algorithm.lam=1.0"]
     grid = {"algorithm.lam": [0.9, 1.0], "algorithm.use_kl_in_reward": [True, False]}
     assert len(expand(sweep(grid=grid))) == 4
 
@@ -48,7 +48,7 @@ def test_every_arm_of_a_seed_differs_in_its_settings_alone():
 def test_an_arm_refers_to_another_arm_s_run_of_the_same_seed():
     arms = {"ppo": None, "frozen": {"critic.freeze": True, "critic.model.path": "<run:ppo>/huggingface/critic"}}
     run = plan_sweep(sweep(arms=arms)).runs[3]
-    assert run.after == ("ppo",)
+    assert run.after == {"ppo seed 5"}
     assert "critic.model.path=out/ppo/seed_5/huggingface/critic" in run.command
     moved = plan_sweep(sweep(arms=arms, out="elsewhere")).runs[3]
     assert moved.settings == run.settings  # the same run in another place

@@ -24,9 +24,9 @@ def test_the_arms(monkeypatch):
     key = "algorithm.reward_mask_ratio"
     assert [settings(sweep, f"frozen_{r}")[key] for r in ("0", "0.3", "0.5", "0.7", "1")] == [0.0, 0.3, 0.5, 0.7, 1.0]
     for arm in sweep.arms:
-        of = settings(sweep, arm.name)
-        second = arm.name.partition("_")[0] in ("frozen", "value", "bootstrap", "exclude", "flip")
-        assert of["critic.freeze"] == second and (sweep.of(arm.name)[0].after == ("stage1",)) == second
+        of = settings(sweep, arm)
+        second = arm.partition("_")[0] in ("frozen", "value", "bootstrap", "exclude", "flip")
+        assert of["critic.freeze"] == second and (sweep.of(arm)[0].after == {"stage1 seed 0"}) == second
         assert of["actor_rollout_ref.model.path"] == "runs/demo/sft/huggingface/actor"
     assert settings(sweep, "value_1")["algorithm.missing_reward"] == "critic"
     assert "reward.custom_reward_function.reward_kwargs.seed=2" in sweep.of("random")[2].command

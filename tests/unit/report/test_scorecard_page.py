@@ -76,5 +76,5 @@ def test_without_scripts_there_are_tables(browse, tmp_path):
     file.write_text(scorecard_page(card()), encoding="utf-8")
     with browse(scripts=False) as page:
         page.open(file)
-        shown = [bool(page.shown(f"#panel-{name} table")) for name in ("verdicts", "calibration", "turns")]
+        shown = [bool(page.shown(f"#panel-{name} table")) for name in ("separation", "calibration", "turns")]
         assert shown == [True, True, True] and not page.shown(".plot")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from valor.errors import UserError
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native import decoder
 from valor.rollout.native.engine import NativeEngine
-from valor.tracking.progress import add_listener, phase
+from valor.tracking.progress import Phase, phase
 
 PROMPT = [5, 9, 23, 40, 11]
 
@@ -127,22 +128,22 @@ def test_finished_sequences_leave_the_batch(qwen: PreTrainedModel) -> None:
     assert [rows for rows, _ in fed] == [3, 3, 2, 2, 1, 1, 1, 1]
 
 
-def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> None:
+def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     finished: list[str] = []
-    progress: list[tuple[float, float | None]] = []
+    progress: list[dict[str, Any]] = []
     engine = NativeEngine(qwen, eos_token_ids=[])
     names = [("late", 9), ("soon", 2)]
     work = [
         Request(name, [5], SamplingParams(max_tokens=n), (n,), lambda output: finished.append(output.request_id))
         for name, n in names
     ]
-    remove = add_listener(lambda told: progress.append((told.done, told.total)))
+    monkeypatch.setattr(Phase, "report", lambda self, **changes: progress.append(changes))
     with phase("rollout"):
         outputs = engine.generate(work)
-    remove()
     assert finished == ["soon", "late"]
     assert [output.request_id for output in outputs] == ["late", "soon"]
-    assert list(dict.fromkeys(told for told in progress if told[0]))[:2] == [(1, 2), (2, 2)]  # tokens are told as well
+    ends = [(changes["done"], changes["total"]) for changes in progress if changes.get("done")]
+    assert list(dict.fromkeys(ends))[:2] == [(1, 2), (2, 2)]
 
 
 def test_listeners_may_make_tensors_that_need_gradients(qwen: PreTrainedModel) -> None:

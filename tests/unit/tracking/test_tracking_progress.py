@@ -1,6 +1,7 @@
-"""Ambient progress: phases, parts, threads, listeners, and the lines about it."""
+"""Ambient progress: phases, parts, threads, and the lines about it."""
 
 import multiprocessing
+import pickle
 import threading
 import time
 
@@ -8,16 +9,30 @@ import pytest
 
 from valor.tracking import progress
 from valor.tracking.console import get_console, phase_text, show_phases, show_progress
-from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress, report_tokens
+from valor.tracking.progress import (
+    Phase,
+    begin_call,
+    call_progress,
+    part,
+    phase,
+    relay,
+    report_progress,
+    report_tokens,
+)
 
 
 @pytest.fixture
-def heard():
-    """Every report made while the test runs."""
-    reports: list[Progress] = []
-    remove = progress.add_listener(reports.append)
-    yield reports
-    remove()
+def heard(monkeypatch):
+    """Name, count and total of the phase at every report made while the test runs."""
+    reports: list[tuple[str, float, float | None]] = []
+    report = Phase.report
+
+    def listened(self: Phase, **changes) -> None:
+        report(self, **changes)
+        reports.append((self.name, self.done, self.total))
+
+    monkeypatch.setattr(Phase, "report", listened)
+    return reports
 
 
 def test_a_report_reaches_the_innermost_phase(heard):
@@ -25,14 +40,14 @@ def test_a_report_reaches_the_innermost_phase(heard):
         with phase("rollout", 8, unit="sample"):
             report_progress(3)
         report_progress(1)
-    assert heard == [Progress("rollout", 3, 8, "sample"), Progress("training", 1, 2, "step")]
+    assert heard == [("rollout", 3, 8), ("training", 1, 2)]
 
 
 def test_a_total_that_comes_with_the_report_wins(heard):
     with phase("values"):
         report_progress(1, 5)
         report_progress(2)
-    assert [(one.done, one.total) for one in heard] == [(1, 5), (2, 5)]
+    assert heard == [("values", 1, 5), ("values", 2, 5)]
 
 
 def test_parts_are_phases_within_the_phase(heard):
@@ -40,19 +55,14 @@ def test_parts_are_phases_within_the_phase(heard):
         for mini_batch in range(2):
             with part(mini_batch, 2):
                 report_progress(1, 4)
-    assert [(one.phase, one.done, one.total) for one in heard] == [
-        ("part 1 of 2", 1, 4),
-        ("train actor", 1, 2),
-        ("part 2 of 2", 1, 4),
-        ("train actor", 2, 2),
-    ]
+    assert heard == [("part 1 of 2", 1, 4), ("train actor", 1, 2), ("part 2 of 2", 1, 4), ("train actor", 2, 2)]
 
 
 def test_a_phase_that_fails_ends_and_an_unfinished_part_is_not_counted(heard):
     with pytest.raises(RuntimeError), phase("train critic"), part(0, 2):
         raise RuntimeError
     report_progress(1, 2)
-    assert [(one.phase, one.done) for one in heard] == [("", 1)]
+    assert heard == [("", 1, 2)]
 
 
 def test_reports_from_threads_are_heard(heard):
@@ -62,46 +72,42 @@ def test_reports_from_threads_are_heard(heard):
             thread.start()
         for thread in threads:
             thread.join()
-    assert {one.done for one in heard} == {1, 2, 3, 4}
+    assert {done for _, done, _ in heard} == {1, 2, 3, 4}
 
 
 def test_polling_workers(heard):
-    latest = Latest()
-    remove = progress.add_listener(latest)
-    try:
-        latest.begin()
-        report_progress(3, 8)
-        report_tokens(5)
-        assert latest.report == Progress("", 3, 8, tokens=5)
-        latest.begin()
-        assert latest.report is None
-        report_tokens(2)
-        assert latest.report == Progress("", 0, None, tokens=2)
-        latest.begin()
-    finally:
-        remove()
-    report_progress(4, 8)
-    assert latest.report is None
+    begin_call()
+    report_progress(3, 8)
+    report_tokens(5)
+    call = call_progress()
+    assert call is not None and (call.done, call.total, call.tokens) == (3, 8, 5)
+    assert pickle.loads(pickle.dumps(call)).done == 3
+    begin_call()
+    assert call_progress() is None
+    report_tokens(2)
+    call = call_progress()
+    assert call is not None and (call.done, call.total, call.tokens) == (0, None, 2)
+    begin_call()
+    heard.clear()
     with phase("training", 5, unit="step"):
-        relay([Progress("", 8, 8)])  # of a call outside of the step's phases
-        with phase("rollout", unit="sample"):
+        relay([Phase(done=8, total=8)])  # of a call outside of the step's phases
+        with phase("rollout", unit="sample") as rollout:
             relay([None, None])
-            relay([Progress("", 3, 8), None])
-            relay([Progress("", 4, 8, tokens=30), Progress("", 6, 10, tokens=12)])
-            assert heard[-1].tokens == 42
-    updates = [(one.phase, one.done, one.total) for one in heard if one.phase]
-    assert updates == [("rollout", 3, 16), ("rollout", 10, 18)]
+            relay([Phase(done=3, total=8), None])
+            relay([Phase(done=4, total=8, tokens=30), Phase(done=6, total=10, tokens=12)])
+            assert rollout.tokens == 42
+    assert heard == [("rollout", 3, 16), ("rollout", 10, 18)]
 
 
-def _listeners_of_child(queue):
-    report_progress(1, 1)  # would hang on an inherited lock, or draw on the parent's terminal
-    queue.put(len(progress._board.listeners))
+def _phases_of_child(queue):
+    report_progress(1, 1)  # would hang on an inherited lock
+    queue.put(len(progress.open_phases()))
 
 
-def test_a_forked_child_listens_to_nobody(heard):
+def test_a_forked_child_reports_to_nobody():
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    with phase("reward"):
+    with phase("reward") as reward:
         held = threading.Event()
         release = threading.Event()
 
@@ -113,20 +119,20 @@ def test_a_forked_child_listens_to_nobody(heard):
         holder = threading.Thread(target=hold)
         holder.start()
         held.wait(10)
-        child = context.Process(target=_listeners_of_child, args=(queue,))
+        child = context.Process(target=_phases_of_child, args=(queue,))
         child.start()
         child.join(20)
         stuck = child.is_alive()
         child.kill()
         release.set()
         holder.join()
-    assert not stuck
-    assert queue.get() == 0
-    assert len(progress._board.listeners) == 1
+        assert not stuck
+        assert queue.get() == 0
+        assert progress.open_phases() == [reward]
 
 
-def phase_at(done: float, total: float | None, *, tokens: int = 0, unit: str = "", first=None) -> progress.Phase:
-    return progress.Phase(Progress("work", done, total, unit, tokens), began=0.0, first=first)
+def phase_at(done: float, total: float | None, *, tokens: int = 0, unit: str = "", first=None) -> Phase:
+    return Phase("work", total, unit, done, tokens, began=0.0, first=first)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def phase_at(done: float, total: float | None, *, tokens: int = 0, unit: str = "
         (phase_at(3, None, unit="sample"), 5.0, "3 samples, 5.00 s so far"),
     ],
 )
-def test_a_phase_in_words(shown: progress.Phase, now: float, text: str) -> None:
+def test_a_phase_in_words(shown: Phase, now: float, text: str) -> None:
     assert phase_text(shown, now) == f"work: {text}"
 
 
