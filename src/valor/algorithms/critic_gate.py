@@ -1,14 +1,11 @@
-"""When to trust a critic: explained variance (EVPO) or ensemble disagreement (AsyPPO, https://arxiv.org/abs/2510.01656)."""
+"""When to trust a critic: where it explains the returns (EVPO)."""
 
-from collections import defaultdict
 from collections.abc import Callable
-from itertools import count
 
-import torch
 from torch import Tensor
 
 from valor.algorithms.gae import gae
-from valor.algorithms.groups import GroupIds, Groups, group_index
+from valor.algorithms.groups import GroupIds, Groups
 from valor.algorithms.reductions import keep_masked, masked_mean, masked_var, masked_whiten
 from valor.algorithms.registry import choose, register_advantage
 
@@ -71,28 +68,3 @@ def evpo(
         report("critic/gate_explained_var", explained)
     mixed = weight * advantages + (1.0 - weight) * centred
     return masked_whiten(mixed, mask, scope=whitening), returns
-
-
-def shards(group_ids: GroupIds, members: int) -> Tensor:
-    """[B] int64: the critic, 0 … members − 1, that learns from each sample: the j-th sample of the i-th prompt goes to
-    critic (i + j) mod members, so that each has its own part of every group, and their parts are as large."""
-    index = group_index(group_ids, len(group_ids))
-    counters = defaultdict(count)
-    number = torch.tensor([next(counters[group]) for group in index.tolist()], dtype=torch.int64)
-    return (index + number) % members
-
-
-def where_critics_tell(values: Tensor, response_mask: Tensor, agree: float, diverge: float) -> tuple[Tensor, Tensor]:
-    """Two [B, T] masks from the critics' values [K, B, T], by their standard deviation at each of N policy tokens.
-
-    The first is 0 at the ⌊agree N⌋ tokens where it is smallest: the critics agree there, and the advantage is left out.
-    The second is 0 at the ⌊diverge N⌋ tokens where it is largest: there the entropy bonus is. Ties are kept.
-    """
-    spread, here = values.double().std(0), response_mask.bool()
-    ordered = spread[here].sort().values
-    number = len(ordered)
-    if not number:
-        return response_mask.float(), response_mask.float()
-    lowest = ordered[min(int(agree * number), number - 1)]
-    highest = ordered[max(number - 1 - int(diverge * number), 0)]
-    return (here & (spread >= lowest)).float(), (here & (spread <= highest)).float()

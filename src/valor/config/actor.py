@@ -188,8 +188,6 @@ class CriticConfig(
     """Critics, each with a head and an order of the mini-batches of its own."""
     ensemble_reduce: Literal["mean", "min"] = key("mean", ".ensemble_size!=1")
     """Value of an ensemble: the mean of its critics', or the smallest."""
-    ensemble_shards: bool = key(False, {".ensemble_size!=1": "", ".freeze=false": ""})
-    """Each critic learns from its own samples of every prompt, 1 / ensemble_size of them."""
     model: CriticModelConfig = section(CriticModelConfig, _A_MODEL)
     value_loss: str = key("mse", _TRAINED)
     """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values), quantile."""
@@ -214,8 +212,7 @@ class CriticConfig(
             yield f"{at}freeze=true with {at}kind=probe uses a fitted one: set {at}probe.path"
         if self.value_levels[0] >= self.value_levels[1]:
             yield f"{at}value_levels must be [low, high] with low below high"
-        same = self.model.value_head_init == "zero" and not self.ensemble_shards
-        if self.ensemble_size > 1 and (self.freeze or same):
+        if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):
             apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
             yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"
 

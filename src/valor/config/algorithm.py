@@ -24,15 +24,6 @@ class KLControlConfig(Section):
     """adaptive: KL to hold."""
 
 
-class PFPPOConfig(Section):
-    """PF-PPO: resample a batch by its scores."""
-
-    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """Sampling weights from scores."""
-    weight_pow: PositiveFloat = key(2.0, ".reweight_method=pow")
-    """pow: exponent."""
-
-
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: drop prompts whose samples all score the same, and draw others."""
 
@@ -142,19 +133,12 @@ class AlgorithmConfig(Section):
     """A trajectory without reward: reward 0; V(last) through the estimator; out of the losses; A = V(last) - V."""
     reward_mask_flip_adv_when_masked: bool = key(False, {".reward_mask_ratio": "", ".missing_reward!=exclude": ""})
     """Multiply the advantages of trajectories without reward by -1 (a cure for missing_reward=zero)."""
-    agreement_mask: Share = key(0.0, "critic.ensemble_size!=1")
-    """Share of the tokens whose advantage is left out: those where the critics of an ensemble agree most."""
-    divergence_mask: Share = key(0.0, {"critic.ensemble_size!=1": "", "actor_rollout_ref.actor.entropy_coeff": ""})
-    """Share of the tokens that get no entropy bonus: those where the critics of an ensemble agree least."""
     branch_values: BranchValuesConfig = section(BranchValuesConfig, ".branch_values.share")
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KLKind = key("kl", ".use_kl_in_reward")
     """KL estimator of that penalty; full is the exact divergence, by a pass of the reference beside the actor's."""
     kl_ctrl: KLControlConfig = section(KLControlConfig, ".use_kl_in_reward")
-    use_pf_ppo: bool = False
-    """PF-PPO: resample a batch by its scores."""
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
 

@@ -61,15 +61,6 @@ _GRPO = {
     "trainer.experiment_name": "grpo_gsm8k",
 }
 _EVPO = {"algorithm.adv_estimator": "evpo", "trainer.experiment_name": "evpo_gsm8k"}
-_ASYPPO = {
-    "actor_rollout_ref.rollout.n": 8,
-    "actor_rollout_ref.actor.entropy_coeff": 0.001,
-    "critic.ensemble_size": 2,
-    "critic.ensemble_shards": True,
-    "algorithm.agreement_mask": 0.2,
-    "algorithm.divergence_mask": 0.2,
-    "trainer.experiment_name": "asyppo_gsm8k",
-}
 _VAPO = {
     "actor_rollout_ref.rollout.n": 16,
     "actor_rollout_ref.actor.clip_ratio_high": 0.28,
@@ -92,7 +83,6 @@ PRESETS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "grpo_config": (PPOConfig, _GSM8K | _GRPO),
     "ppo_megatron_trainer": (PPOConfig, {"actor_rollout_ref.actor.strategy": "megatron"}),
     "evpo_config": (PPOConfig, _GSM8K | _EVPO),
-    "asyppo_config": (PPOConfig, _GSM8K | _ASYPPO),
     "vapo_config": (PPOConfig, _GSM8K | _VAPO),
     "sft_config": (SFTConfig, _SFT),
 }

@@ -98,11 +98,11 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
             f"the critic '{model.path}' predicts {predicts} values, and this command reads {critic.target} ones: set "
             f"critic.target={predicts}, or take another critic"
         )
-    apart = critic.ensemble_shards or critic.shuffle or new_adapters
+    apart = critic.shuffle or new_adapters
     if critic.ensemble_size > 1 and not apart and _has_head(described):
         raise UserError(
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
-            "head: set critic.ensemble_shards=true"
+            "head: set critic.shuffle=true"
         )
     if model.path == config.actor_rollout_ref.model.path:
         return

@@ -119,7 +119,6 @@ def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
         or algorithm.truncation_bootstrap
         or algorithm.branch_values.share > 0
         or config.learns_quantiles
-        or algorithm.use_pf_ppo
         or OldLogProbs(config).correct_batch
         or any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values())
     ):

@@ -24,7 +24,7 @@ from valor.workers.roles import critic_names
 
 _ROWS = (*ROW_FIELDS, "response_mask", "episode")
 _CRITIC_COLUMNS = (*_ROWS, "values", "returns", "quantile_returns")
-_ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "entropy_mask", "positive")
+_ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "positive")
 
 
 class Updates:
@@ -92,12 +92,10 @@ class Updates:
 
     def rows_of_updates(self, role: str, batch: Batch, step: int, member: int = 0) -> list[Tensor]:
         """Row numbers of each update, in order."""
-        critic = self.config.critic
         if role == "critic" and self.config.has_probe:
             return [torch.arange(len(batch))] if len(batch) else []
-        settings = critic if role == "critic" else self.config.actor_rollout_ref.actor
-        shards = critic.ensemble_size if role == "critic" and critic.ensemble_shards else 1
-        samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // shards, 1)
+        settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
+        samples_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         samples, indices = Episodes(batch).rows, list[Tensor]()
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
@@ -151,7 +149,7 @@ class Critics:
 
     An ensemble (https://arxiv.org/abs/1602.04621 without its resampling) has one value, by which advantages are
     computed; its members learn the same returns from heads and mini-batch orders of their own, each clipped around its
-    own old values. With `critic.ensemble_shards` each learns from its own share of every prompt's samples.
+    own old values.
     """
 
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
@@ -204,14 +202,10 @@ class Critics:
         if self.config.frozen_at(step):
             return {"critic/frozen": 1.0}
         batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
-        metrics, episodes, shard = [], Episodes(batch), None
-        if self.config.ensemble_shards:
-            shard = algorithms.shards([batch.objects["uid"][rows[0]] for rows in episodes.rows], len(self.names))
+        metrics = []
         for member, name in enumerate(self.names):
             values = f"values/{name}"
             rows = batch.union(Batch({"values": batch[values]})) if values in batch else batch
-            if shard is not None:
-                rows = rows.take([row for number in (shard == member).nonzero() for row in episodes.rows[number]])
             metrics.append(self.updates.run("critic", rows, step, member=member))
         return mean_over_updates(metrics) | {"critic/frozen": 0.0}
 

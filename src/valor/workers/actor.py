@@ -183,8 +183,6 @@ class ActorWorker(ModelRole):
         aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)
         if (entropy := outputs.get("entropy")) is not None:
             metrics["entropy"] = algorithms.aggregate_loss(entropy.detach(), mask, denominator=counts["num_tokens"])
-            if "entropy_mask" in rows:  # the others' bonus is left out, not spread over those that have one
-                entropy = entropy * rows["entropy_mask"]
             loss = loss - config.entropy_coeff * algorithms.aggregate_loss(entropy, *aggregate)
         if "positive" in rows:
             counted = rows.meta["num_positive_tokens"]

@@ -7,7 +7,6 @@ from valor.errors import UserError
 from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
-from valor.trainer.phases.critic_masks import CriticMasks
 from valor.trainer.phases.distillation import SelfTeacherLogProbs, TeacherLogProbs, TeacherRewards, Teachers
 from valor.trainer.phases.group_baseline import GroupBaseline
 from valor.trainer.phases.measure import BatchMetrics, Samples
@@ -41,7 +40,6 @@ STANDARD: list[type[Phase]] = [
     ValuesInTheUpdate,
     GroupBaseline,
     Advantages,
-    CriticMasks,
     TrainingRows,
     UpdateCritic,
     UpdateActor,

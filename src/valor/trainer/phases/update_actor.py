@@ -27,7 +27,7 @@ class UpdateActor(Phase):
     role = "actor"
     trains = True
     reads = frozenset((*ROW_FIELDS, "response_mask", "rollout_log_probs", "advantages"))
-    reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "entropy_mask", "positive", CHOSEN))
+    reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "positive", CHOSEN))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)

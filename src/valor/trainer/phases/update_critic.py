@@ -26,7 +26,7 @@ class UpdateCritic(Phase):
     name = "update_critic"
     role = "critic"
     trains = True
-    reads = frozenset((*ROW_FIELDS, "response_mask", "values", "returns", "uid"))
+    reads = frozenset((*ROW_FIELDS, "response_mask", "values", "returns"))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
@@ -43,14 +43,8 @@ class UpdateCritic(Phase):
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
-        critic, n = config.critic, config.actor_rollout_ref.rollout.n
         if config.has_value_model:
             yield from value_loss_mistakes(config)
-        if critic.ensemble_shards and critic.ensemble_size > n:
-            yield (
-                f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size} parts the samples of a "
-                f"prompt: set actor_rollout_ref.rollout.n to that or more, it is {n}"
-            )
 
     def skips(self, batch: Batch, step: int) -> bool:
         return CRITIC_IS_UPDATED in batch.meta
