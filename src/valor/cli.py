@@ -24,6 +24,7 @@ COMMANDS = {
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_runs:score", "the scorecard of a critic: key=value …"),
     "critic search": ("valor.lab.critic_runs:search", "answers that a critic chooses or searches for: key=value …"),
+    "eval": ("valor.lab.commands:evaluate", "MODEL …: pass@k with intervals, models compared: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with a card"),
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
@@ -49,6 +50,7 @@ RUNS = {
     "critic pretrain": ("actor_rollout_ref.model.path=MODEL data.train_files=prompts.parquet", "critic"),
     "critic score": ("critic.model.path=CRITIC data.val_files=prompts.parquet", "critic"),
     "critic search": ("actor_rollout_ref.model.path=POLICY critic.model.path=CRITIC", "critic"),
+    "eval": ("MODEL data.val_files=test.parquet actor_rollout_ref.rollout.val_kwargs.n=8", "evaluation"),
 }
 """Functions that read the key=value after their name themselves: an example, and a page of the documentation."""
 

@@ -1,7 +1,7 @@
 """The first half of a step: prompts in, graded episodes out, as one batch."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from valor.collector.supply import BatchSupply, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
-from valor.data.prompts import PromptDataset, PromptRow
+from valor.data.prompts import PromptRow
 from valor.errors import StepRefused, TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
@@ -107,12 +107,16 @@ class Collector:
             self.roles["rollout"].sleep()
         return batch, metrics
 
-    def validation_batch(self, step: int, dataset: PromptDataset) -> tuple[Batch, list[RewardResult]]:
-        """Responses to a whole validation set after `step`, and their grades (without penalties for length)."""
+    def validation_batch(
+        self, step: int, rows: Iterable[PromptRow], first: int = 0
+    ) -> tuple[Batch, list[RewardResult]]:
+        """Responses to validation prompts after `step`, and their grades (without penalties for length). `first`: how
+        many prompts of the same pass came before these."""
         with self.supply.paused():
             self.generation.files.begin(f"val_{step}")
             params, n = sampling_params(self.config, validation=True), self.rollout.val_kwargs.n
-            prompts = prompt_batch(list(dataset), samples_per_prompt=n, seed=self.config.trainer.seed, step=None)
+            seed = self.config.trainer.seed
+            prompts = prompt_batch(list(rows), samples_per_prompt=n, seed=seed, step=None, first=first)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 batch = self.generation.answer(prompts, params, sink=sink)

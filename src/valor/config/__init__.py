@@ -13,6 +13,7 @@ from valor.config.critic_runs import (
 from valor.config.data import DataConfig
 from valor.config.describe import describe_commands, describe_keys
 from valor.config.engine import BackboneConfig, CriticModelConfig, FSDPConfig, ModelConfig
+from valor.config.evaluation import EvalConfig
 from valor.config.loading import LoadedConfig, dump_yaml, inert_settings, load
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
@@ -22,7 +23,16 @@ from valor.config.trainer import RunConfig, TrainerConfig
 
 __all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig", "CriticConfig"]
 __all__ += ["CriticModelConfig", "CriticPretrainConfig", "CriticRunConfig", "CriticScoreConfig", "CriticSearchConfig"]
-__all__ += ["DataConfig", "FSDPConfig", "KLControlConfig", "LoadedConfig", "ModelConfig", "PPOConfig", "RMConfig"]
-__all__ += ["RMDataConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig"]
+__all__ += [
+    "DataConfig",
+    "EvalConfig",
+    "FSDPConfig",
+    "KLControlConfig",
+    "LoadedConfig",
+    "ModelConfig",
+    "PPOConfig",
+    "RMConfig",
+]
+__all__ += ["RMConfig", "RMDataConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig"]
 __all__ += ["RunConfig", "SFTConfig", "SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
 __all__ += ["describe_commands", "describe_keys", "dump_yaml", "held_out", "inert_settings", "load"]

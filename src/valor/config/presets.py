@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
+from valor.config.evaluation import EvalConfig
 from valor.config.inheritance import inherited_from
 from valor.config.ppo import PPOConfig
 from valor.config.supervised import RMConfig, SFTConfig
@@ -18,6 +19,7 @@ DEFAULTS: dict[type[BaseModel], str] = {
     CriticPretrainConfig: "critic_pretrain",
     CriticScoreConfig: "critic_score",
     CriticSearchConfig: "critic_search",
+    EvalConfig: "eval",
 }
 """Name of each tree's defaults, for the `defaults:` list of a yaml file."""
 COMMANDS: dict[str, type[BaseModel]] = {
@@ -27,6 +29,7 @@ COMMANDS: dict[str, type[BaseModel]] = {
     "critic pretrain": CriticPretrainConfig,
     "critic score": CriticScoreConfig,
     "critic search": CriticSearchConfig,
+    "eval": EvalConfig,
 }
 """The tree of each command, as `valor` calls it."""
 

@@ -1,15 +1,19 @@
-"""`valor plan` and `valor serve`, whose settings are checked before torch is imported."""
+"""`valor plan`, `valor serve` and `valor eval`, whose settings are checked before torch is imported."""
 
+import shlex
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from valor.agents.http_server import address_options, key_for, require_libraries
 from valor.arguments import PATH, command, option
-from valor.config import PPOConfig
+from valor.config import EvalConfig, PPOConfig
+from valor.config.command_line import overrides, read_arguments
 from valor.errors import UserError
-from valor.trainer.command import load_checked
+from valor.trainer.command import load_checked, run_command
 
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 
@@ -49,6 +53,26 @@ def serve(
     from valor.lab.serve import run
 
     return run(config, model, port, host, api_key, record)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """MODEL… and key=value; the first model is `actor_rollout_ref.model.path`, the others are compared with it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    typed = shlex.join(["valor", "eval", *words])
+
+    def start(config: EvalConfig, _: str) -> int:
+        from valor.lab.evaluation import start
+
+        return start(config, typed)
+
+    models = list[str]()
+    with suppress(UserError):  # `run_command` says what is wrong
+        models = [word for word in read_arguments(words).overrides if "=" not in word and word[:1] not in "-~"]
+    for model in models:
+        words.remove(model)
+    settings = {"actor_rollout_ref.model.path": models[0]} if models else {}
+    settings |= {"eval.others": models[1:]} if len(models) > 1 else {}
+    return run_command("eval", EvalConfig, start, [*overrides(EvalConfig, settings), *words])
 
 
 def _config(model: str, settings: list[str]) -> PPOConfig:

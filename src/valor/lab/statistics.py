@@ -11,6 +11,7 @@ from scipy import stats
 
 _ENUMERATED = 50_000  # resamples or sign patterns listed one by one: up to 6 values, up to 15 pairs
 _DRAWN = 20_000
+_MOST_NUMBERS = 10_000_000  # of all resamples that are in memory at once
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
@@ -20,10 +21,11 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
     if n < 2:
         return None
     if n**n <= _ENUMERATED:
-        rows = np.array(list(product(range(n), repeat=n)))
+        means = x[np.array(list(product(range(n), repeat=n)))].mean(1)
     else:
-        rows = np.random.default_rng(0).integers(n, size=(_DRAWN, n))
-    means = x[rows].mean(1)
+        random, at_once = np.random.default_rng(0), max(1, _MOST_NUMBERS // n)
+        sizes = [min(at_once, _DRAWN - done) for done in range(0, _DRAWN, at_once)]
+        means = np.concatenate([x[random.integers(n, size=(size, n))].mean(1) for size in sizes])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
     return float(low), float(high)
 

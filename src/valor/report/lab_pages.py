@@ -23,7 +23,7 @@ def sweep_page(results: Mapping[str, Any]) -> str:
     errors = [f"{arm['name']} seed {seed}: {error}" for arm in arms for seed, error in arm["errors"].items()]
     heads, rows = ["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]
     curves = [_curves(f"curve-{i}", curve, results) for i, curve in enumerate(results["curves"])]
-    return _page(
+    return lab_page(
         [
             section("compared", "Compared", table=comparison(results), notes=[*results["notes"], *errors]),
             section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
@@ -95,7 +95,7 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         content.append(section("turns", "By turn", [by_turn]))
     if card["monte_carlo"]:
         content.append(section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
-    return _page(
+    return lab_page(
         content,
         title=f"{name}, scorecard",
         eyebrow="Valor · critic scorecard",
@@ -171,6 +171,6 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "Order of states right", short(order["mean"]), interval
 
 
-def _page(content: list[dict[str, Any]], **parts: Any) -> str:
+def lab_page(content: list[dict[str, Any]], **parts: Any) -> str:
     sections = {part["id"]: part["title"] for part in content}
     return render_page("lab", {"figures": drawn(content)}, sections=sections, content=content, **parts)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.registry import Entry
-from valor.config import CriticRunConfig, PPOConfig, Section
+from valor.config import PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.config.tree import flatten, get_at, matches
 from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool, startable
@@ -33,9 +33,9 @@ def check(config: BaseModel) -> list[str]:
     if unknown := _lines(_custom, config):  # its algorithms are not known
         return lines + unknown
     checks: list[Callable[[Any], Iterable[str]]] = [_generator, _training_engines]
-    if not isinstance(config, CriticRunConfig):
+    if config.trains_policy:
         checks += [check_placement, _phases]
-    elif config.critic.enable:
+    elif config.has_value_model:
         checks.append(value_loss_mistakes)
     return lines + [line for find in checks for line in _lines(find, config)]
 
@@ -115,7 +115,7 @@ def _phases(config: PPOConfig) -> Iterator[str]:
 
 def placed(config: PPOConfig) -> Placement:
     """The processes of the run's roles. UserError: there is no room, or the generation engine does not start there."""
-    if isinstance(config, CriticRunConfig):  # policy and critic take turns
+    if not config.trains_policy:  # the roles take turns
         placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.get("address"))
     else:
         placement = resolve_placement(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from valor.collector.inputs import RunInputs, check_positions
-from valor.config import CriticRunConfig, PPOConfig, RMConfig, SupervisedConfig
+from valor.config import CriticRunConfig, EvalConfig, PPOConfig, RMConfig, SupervisedConfig, held_out
 from valor.data.files import count_rows, read_records
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
@@ -29,7 +29,7 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
     The checks are those of the run's own start, on few rows; a model that would be downloaded is not examined.
     """
     lines = missing(config)
-    for check in _checks(config):
+    for check in _checks(held_out(config) if isinstance(config, EvalConfig) else config):
         try:
             check()
         except UserError as error:

@@ -11,6 +11,7 @@ from valor.config import (
     CriticConfig,
     CriticPretrainConfig,
     CriticRunConfig,
+    EvalConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -53,6 +54,9 @@ def _rows(config: PPOConfig | SupervisedConfig) -> Rows:
         if not isinstance(config, CriticPretrainConfig):
             return
         files = config.pretrain.rollouts or files
+    elif isinstance(config, EvalConfig):
+        yield from _eval_rows(config)
+        return
     yield "run", f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"
     if isinstance(config, SupervisedConfig):
         yield "model", _model(config.model)
@@ -74,6 +78,18 @@ def _critic_rows(config: CriticRunConfig) -> Rows:
     if config.generator is not None:
         yield "answers", f"{config.actor_rollout_ref.rollout.n} to each prompt, by {config.generator}"
     yield "placement", _processes(config.trainer)
+
+
+def _eval_rows(config: EvalConfig) -> Rows:
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    yield "policy", _model(config.actor_rollout_ref.model)
+    yield from (("", path) for path in config.eval.others or ())
+    drawn = f"{_count(sampling.n, 'answer')} to each prompt at temperature {sampling.effective_temperature:g}"
+    yield "answers", f"{drawn}, by {config.generator}"
+    yield "reward", _reward(config)
+    yield "placement", _processes(config.trainer)
+    yield "prompts", _and(*config.data.val_files or [])
+    yield "results", config.eval.out
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:

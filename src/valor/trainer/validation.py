@@ -34,26 +34,39 @@ def validation_metrics(
     correct: Sequence[bool],
     answers: Sequence[str | None],
 ) -> dict[str, float]:
-    """Metrics of one validation pass over samples (several samples of a prompt share a uid).
+    """`val-core/<source>/reward/<metric>`: the means over prompts of `prompt_metrics`."""
+    by_source = prompt_metrics(uids, data_sources, scores, correct, answers)
+    return {
+        f"val-core/{source}/reward/{name}": _mean(values)
+        for source, metrics in by_source.items()
+        for name, values in metrics.items()
+    }
 
-    `correct` is the grader's verdict, `answers` what it took for the answer. For each data source:
-    `val-core/<source>/reward/mean@n`, and for n > 1 `.../pass@k` (k = 2, 4 … n) and, when graders report the answer
-    they extracted, `.../maj@n`.
+
+def prompt_metrics(
+    uids: Sequence[str],
+    data_sources: Sequence[str],
+    scores: Sequence[float],
+    correct: Sequence[bool],
+    answers: Sequence[str | None],
+) -> dict[str, dict[str, list[float]]]:
+    """Metrics of each prompt from its samples, which share a uid, by data source.
+
+    `correct` is the grader's verdict, `answers` what it took for the answer. `mean@n`, and for n > 1 `pass@k` (k = 2,
+    4 … n) and, when graders report the answer they extracted, `maj@n`.
     """
     prompts = grouped(range(len(uids)), zip(data_sources, uids, strict=True))
-    out: dict[str, float] = {}
+    out: dict[str, dict[str, list[float]]] = {}
     for groups in grouped(prompts, [data_sources[rows[0]] for rows in prompts]):
         n = min(len(g) for g in groups)
-        head = f"val-core/{data_sources[groups[0][0]]}/reward"
-        out[f"{head}/mean@{n}"] = _mean([_mean([scores[i] for i in g]) for g in groups])
+        metrics = out[data_sources[groups[0][0]]] = {f"mean@{n}": [_mean([scores[i] for i in g]) for g in groups]}
         if n == 1:
             continue
         right = [sum(correct[i] for i in g) for g in groups]
         for k in (2**power for power in range(1, n.bit_length())):
-            out[f"{head}/pass@{k}"] = _mean([pass_at_k(len(g), c, k) for g, c in zip(groups, right, strict=True)])
+            metrics[f"pass@{k}"] = [pass_at_k(len(g), c, k) for g, c in zip(groups, right, strict=True)]
         if any(answers[i] is not None for g in groups for i in g):
-            votes = [majority_score([answers[i] for i in g], [scores[i] for i in g]) for g in groups]
-            out[f"{head}/maj@{n}"] = _mean(votes)
+            metrics[f"maj@{n}"] = [majority_score([answers[i] for i in g], [scores[i] for i in g]) for g in groups]
     return out
 
 

@@ -1,0 +1,192 @@
+"""`valor eval`: how well policies answer the prompts of files, with intervals, and whether one is better than another.
+
+A folder for each policy holds its answers, written some prompts at a time: a command that was stopped goes on there.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from valor.collector.inputs import RunInputs
+from valor.collector.rollouts import policy_group, rollout_records, write_rollouts
+from valor.config import EvalConfig, held_out, inert_settings
+from valor.data.balance import grouped
+from valor.data.batch import Episodes
+from valor.data.files import read_records
+from valor.errors import UserError
+from valor.lab.statistics import bootstrap_interval, sign_flip_p
+from valor.report.eval_page import comparison_table, eval_page, metric_table
+from valor.tracking.console import say
+from valor.tracking.rundir import disk_errors, locked, write_atomically
+from valor.trainer.changes import changes, digests_of, settings_of
+from valor.trainer.checks import placed
+from valor.trainer.export import export_checkpoint
+from valor.trainer.validation import prompt_metrics
+
+_AT_ONCE = 1024  # answers between two writes
+_SETTINGS_FILE = "settings.json"
+_HARMLESS_SECTIONS = ("eval.", "trainer.default_local_dir")
+_NOT_IN_NAMES = ("actor", "huggingface")
+_MARKDOWN_FILE, _NUMBERS_FILE, _PAGE_FILE = "eval.md", "eval.json", "eval.html"
+
+
+def start(config: EvalConfig, command: str) -> int:
+    """Answer, grade, and write numbers, table and page to `eval.out`."""
+    out = Path(config.eval.out)
+    with disk_errors(out), locked(out, say):
+        policies = list(_policies(config, out))
+        for policy in policies:  # what is wrong with one is said before any answers
+            policy.check()
+        for policy in policies:
+            policy.answer()
+        results = {
+            "command": command,
+            "data": config.data.val_files,
+            "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
+            "temperature": config.actor_rollout_ref.rollout.val_kwargs.effective_temperature,
+            "seed": config.trainer.seed,
+            "policies": [policy.measured() for policy in policies],
+            "comparisons": list(_comparisons(policies)),
+        }
+        write_atomically(out / _NUMBERS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_atomically(out / _PAGE_FILE, eval_page(results))
+        text = _markdown(results)
+        write_atomically(out / _MARKDOWN_FILE, text)
+    say(text)
+    say(str(out / _PAGE_FILE))
+    return 0
+
+
+class _Policy:
+    """One policy: its tree, and its folder of answers."""
+
+    def __init__(self, config: EvalConfig, name: str, folder: Path) -> None:
+        self.config, self.name, self.folder = config, name, folder
+
+    def check(self) -> None:
+        """UserError: the model or the data cannot be read, or the folder has answers under other settings."""
+        with closing(self._inputs()):
+            pass
+        inert = inert_settings(self.config, settings_of(self.config))
+        settings = {key: value for key, value in settings_of(self.config).items() if key not in inert}
+        settings = {key: value for key, value in settings.items() if not key.startswith(_HARMLESS_SECTIONS)}
+        now = {"settings": settings, "digests": {k: v for k, v in digests_of(self.config).items() if k in settings}}
+        file = self.folder / _SETTINGS_FILE
+        if not file.exists():
+            write_atomically(file, json.dumps(now, indent=1) + "\n")
+            return
+        before = json.loads(file.read_text())
+        if lines := [change.line for change in changes(EvalConfig, before, now) if not change.exact]:
+            raise UserError(
+                f"'{self.folder}' holds answers under other settings ({'; '.join(lines)}): give another eval.out, or "
+                "delete it"
+            )
+
+    def _inputs(self) -> RunInputs:
+        return RunInputs(held_out(self.config))
+
+    def answer(self) -> None:
+        """Answers to the prompts that have none in the folder yet."""
+        with closing(self._inputs()) as inputs:
+            prompts, n = list(inputs.train), self.config.actor_rollout_ref.rollout.val_kwargs.n
+            size = max(1, _AT_ONCE // n)
+            files = {first: self.folder / f"answers_{first:07d}.jsonl" for first in range(0, len(prompts), size)}
+            missing = [first for first, file in files.items() if not file.exists()]
+            if len(missing) < len(files):
+                say(f"{self.name}: {len(files) - len(missing)} of {len(files)} files of answers are there")
+            if not missing:
+                return
+            with policy_group(held_out(self.config), inputs, placed(self.config), say) as collector:
+                for first in missing:
+                    batch, results = collector.validation_batch(0, prompts[first : first + size], first)
+                    of_row = [result for result, rows in zip(results, Episodes(batch).rows, strict=True) for _ in rows]
+                    records = rollout_records(batch, [result.score for result in of_row], 0, inputs.tokenizer)
+                    verdicts = ({"correct": r.correct, "answer": r.components.get("pred")} for r in of_row)
+                    rows = (record | verdict for record, verdict in zip(records, verdicts, strict=True))
+                    write_rollouts(files[first], rows)
+
+    @cached_property
+    def answers(self) -> list[Mapping[str, Any]]:
+        """One record a sample, the samples of a prompt together; of an episode of several rows the last."""
+        records = [r for file in sorted(self.folder.glob("answers_*.jsonl")) for _, r in read_records(str(file))]
+        return [rows[-1] for rows in grouped(records, [r.get("episode", i) for i, r in enumerate(records)])]
+
+    @cached_property
+    def by_prompt(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
+        """Of each data source, each metric of each prompt."""
+        columns = ([answer[name] for answer in self.answers] for name in ("uid", "data_source", "score", "correct"))
+        return prompt_metrics(*columns, answers=[answer["answer"] for answer in self.answers])
+
+    def measured(self) -> dict[str, Any]:
+        """Of each data source: prompts, the mean length and share of answers that were cut, and each metric's mean with
+        its interval over prompts."""
+        sources = {}
+        for source, metrics in self.by_prompt.items():
+            answers = [answer for answer in self.answers if answer["data_source"] == source]
+            sources[source] = {
+                "prompts": len(next(iter(metrics.values()))),
+                "tokens": _mean([sum(answer["response_mask"]) for answer in answers]),
+                "cut": _mean([answer["finish_reason"] == "length" for answer in answers]),
+                "metrics": {name: _estimate(values) for name, values in metrics.items()},
+            }
+        return {"name": self.name, "path": self.config.actor_rollout_ref.model.path, "sources": sources}
+
+
+def _policies(config: EvalConfig, out: Path) -> Iterator[_Policy]:
+    """Each model with a name that no other has; a checkpoint is exported first."""
+    names: list[str] = []
+    for path in [config.actor_rollout_ref.model.path, *(config.eval.others or [])]:
+        parts = [part for part in Path(path).parts if part not in _NOT_IN_NAMES and part != "/"]
+        name = parts[-1] if parts else path
+        name += f"-{names.count(name) + 1}" if name in names else ""
+        names.append(name)
+        folder = out / name
+        model = config.actor_rollout_ref.model
+        update = {"path": path} | ({"tokenizer_path": path} if model.tokenizer_path == model.path else {})
+        if (Path(path) / "manifest.json").exists():
+            if not (folder / "model").exists():
+                export_checkpoint(Path(path), folder / "model", "actor")
+            update = {key: str(folder / "model") for key in update}
+        policy = config.actor_rollout_ref.model_copy(update={"model": model.model_copy(update=update)})
+        yield _Policy(config.model_copy(update={"actor_rollout_ref": policy}), name, folder)
+
+
+def _comparisons(policies: Sequence[_Policy]) -> Iterator[dict[str, Any]]:
+    """Each further policy against the first: mean over prompts of the difference of their mean scores."""
+    base = policies[0]
+    for other in policies[1:]:
+        for source, metrics in base.by_prompt.items():
+            name = next(iter(metrics))
+            pairs = zip(other.by_prompt[source][name], metrics[name], strict=True)
+            gaps = [ours - theirs for ours, theirs in pairs]
+            yield {
+                "base": base.name,
+                "other": other.name,
+                "source": source,
+                "metric": name,
+                **_estimate(gaps),
+                "p_signs": sign_flip_p(gaps),
+                "better": sum(gap > 0 for gap in gaps),
+                "worse": sum(gap < 0 for gap in gaps),
+                "prompts": len(gaps),
+            }
+
+
+def _estimate(values: Sequence[float]) -> dict[str, float | None]:
+    low, high = bootstrap_interval(values) or (None, None)
+    return {"value": _mean(values), "low": low, "high": high}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _markdown(results: Mapping[str, Any]) -> str:
+    tables = [metric_table(results), *([comparison_table(results)] if results["comparisons"] else [])]
+    lines = [f"# Evaluation\n\n`{results['command']}`"]
+    for heads, rows in tables:
+        lines.append("\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)))
+    return "\n\n".join(lines) + "\n"
