@@ -16,21 +16,40 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts
 _TEMPORARY = frozenset({408, 409, 429})  # and every status from 500 on
 
 
-class Server:
+class LoopThread:
+    """An event loop in a daemon thread of its own; `http` is closed with it."""
+
+    def __init__(self, http: httpx2.AsyncClient | None = None) -> None:
+        self.http: Any = http
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine there; cancelling the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """End the thread; what runs there is dropped."""
+        if self._thread.is_alive():
+            if self.http is not None:
+                asyncio.run_coroutine_threadsafe(self.http.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+
+class Server(LoopThread):
     """Posts JSON from a thread of its own: `max_concurrent` jobs at once.
 
     The key in the environment variable `api_key_env` is sent as a bearer token.
     """
 
     def __init__(self, url: str, *, api_key_env: str | None, max_concurrent: int) -> None:
-        self.url, self._api_key_env = url, api_key_env
-        self._gate = asyncio.Semaphore(max_concurrent)
         # Time is limited per request below; the client's own limits are per read and would cut long answers.
         limits = httpx2.Limits(max_connections=max_concurrent)
-        self._client = httpx2.AsyncClient(headers=json_headers(api_key_env), timeout=None, limits=limits)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        super().__init__(httpx2.AsyncClient(headers=json_headers(api_key_env), timeout=None, limits=limits))
+        self.url, self._api_key_env = url, api_key_env
+        self._gate = asyncio.Semaphore(max_concurrent)
 
     def check(self, url: str, who: str, url_key: str, key_key: str) -> None:
         """Before a run: UserError when nobody listens at the address, or the key is refused.
@@ -47,14 +66,14 @@ class Server:
                 f"{self._api_key_env or 'that you name'} ({key_key})"
             )
 
-    def submit(self, job: Coroutine[Any, Any, _T]) -> Future[_T]:
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a job, which may call `post`, in the background."""
 
         async def in_turn() -> _T:
             async with self._gate:
-                return await job
+                return await work
 
-        return asyncio.run_coroutine_threadsafe(in_turn(), self._loop)
+        return super().submit(in_turn())
 
     async def post(self, url: str, body: str, *, seconds: float, attempts: int) -> httpx2.Response:
         """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses.
@@ -68,7 +87,7 @@ class Server:
                 await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             try:
                 async with asyncio.timeout(seconds):
-                    reply = await self._client.post(url, content=body)
+                    reply = await self.http.post(url, content=body)
             except TimeoutError:
                 refusal = f"no reply within {seconds:g} s"
             except httpx2.HTTPError as error:
@@ -80,13 +99,6 @@ class Server:
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
         raise TimeoutError(refusal)
-
-    def close(self) -> None:
-        """End the thread; requests under way are dropped."""
-        if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
 
 
 def json_headers(api_key_env: str | None) -> dict[str, str]:

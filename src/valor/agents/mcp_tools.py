@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -11,6 +10,7 @@ from valor.agents.tool_runner import exception_text
 from valor.agents.tool_sources import FunctionTool
 from valor.agents.tools import ToolResult
 from valor.errors import UserError
+from valor.http_client import LoopThread
 from valor.user_files import installed
 
 _START_SECONDS = 60.0  # a command may first install its server
@@ -41,19 +41,15 @@ def mcp_tools(
     ]
 
 
-class _Connection:
+class _Connection(LoopThread):
     """A session with a server, in a thread and on an event loop of its own: those of episodes come and go."""
 
     def __init__(self, target: Any) -> None:
+        super().__init__()
         self._target = target
         self._session: asyncio.Task[None] | None = None
         self._client: Any = None
         self._lost, self._opening = asyncio.Event(), asyncio.Lock()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
-
-    def submit(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def tools(self) -> list[Any]:
         """All tools, page by page; on this object's loop."""

@@ -118,7 +118,6 @@ def add_rows(
     registers, and a number of b is read once for all heads.
     """
     arg_types = heads, a, at, between, b, begin, stride, rows, count, sums
-    size = b.dtype.bitwidth // 8
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         def operand(kind: Any, value: Any) -> Any:
@@ -126,36 +125,8 @@ def add_rows(
                 return context.make_array(kind)(context, builder, value).data
             return context.cast(builder, value, kind, types.intp)
 
-        n_heads, pa, pat, pbetween, pb, pbegin, pstride, n_rows, n_columns, psums = map(operand, arg_types, args)
-
-        def pointer(data: Any, kind: Any, *terms: Any) -> Any:
-            return builder.bitcast(builder.gep(data, [reduce(builder.add, terms)]), kind.as_pointer())
-
-        def add(many: int, vectors: int, lanes: int, column: Any) -> None:
-            """Code for `vectors` times `lanes` columns from `column` on."""
-            floats, of_b = ir.VectorType(FLOAT, lanes), ir.VectorType(FLOAT if size == 4 else HALF, lanes)
-            undefined = ir.Constant(floats, ir.Undefined)
-            spread = ir.Constant(ir.VectorType(WORD, lanes), None)
-            each = itertools.product(range(many), range(vectors))
-            targets = [pointer(psums, floats, builder.mul(INT(h), n_columns), column, INT(v * lanes)) for h, v in each]
-            totals = [cgutils.alloca_once_value(builder, builder.load(target, align=4)) for target in targets]
-            with cgutils.for_range(builder, n_rows) as loop:
-                row = reduce(builder.add, (pbegin, builder.mul(loop.index, pstride), column))
-                columns = []
-                for v in range(vectors):
-                    loaded = builder.load(pointer(pb, of_b, row, INT(v * lanes)), align=size)
-                    columns.append(_wide(builder, loaded, ir.VectorType(WORD, lanes), floats))
-                for h in range(many):
-                    scalar = builder.load(pointer(pa, FLOAT, pat, builder.mul(INT(h), pbetween), loop.index))
-                    first = builder.insert_element(undefined, scalar, WORD(0))
-                    factor = builder.shuffle_vector(first, undefined, spread)
-                    for v in range(vectors):
-                        total = totals[h * vectors + v]
-                        product = builder.fmul(factor, columns[v], flags=["contract"])
-                        builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
-            for total, target in zip(totals, targets, strict=True):
-                builder.store(builder.load(total), target, align=4)
-
+        n_heads, *operands = map(operand, arg_types, args)
+        n_columns = operands[-2]
         for many in range(1, MOST_HEADS + 1):
             with builder.if_then(builder.icmp_signed("==", n_heads, INT(many))):
                 done = INT(0)
@@ -163,8 +134,39 @@ def add_rows(
                     step = INT(vectors * lanes)
                     end = builder.sub(n_columns, builder.srem(builder.sub(n_columns, done), step))
                     with cgutils.for_range_slice(builder, done, end, step) as (column, _count):
-                        add(many, vectors, lanes, column)
+                        _add_columns(builder, operands, b.dtype.bitwidth // 8, (many, vectors, lanes), column)
                     done = end
         return context.get_dummy_value()
 
     return types.void(*arg_types), generate
+
+
+def _add_columns(builder: Any, operands: list[Any], size: int, shape: tuple[int, int, int], column: Any) -> None:
+    """Code of `add_rows` for the columns from `column` on. shape: heads, vectors and lanes of each; size: bytes of a
+    number of b."""
+    a, at, between, b, begin, stride, rows, count, sums = operands
+    many, vectors, lanes = shape
+    floats, of_b = ir.VectorType(FLOAT, lanes), ir.VectorType(FLOAT if size == 4 else HALF, lanes)
+    undefined, spread = ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(WORD, lanes), None)
+
+    def pointer(data: Any, kind: Any, *terms: Any) -> Any:
+        return builder.bitcast(builder.gep(data, [reduce(builder.add, terms)]), kind.as_pointer())
+
+    each = itertools.product(range(many), range(vectors))
+    targets = [pointer(sums, floats, builder.mul(INT(h), count), column, INT(v * lanes)) for h, v in each]
+    totals = [cgutils.alloca_once_value(builder, builder.load(target, align=4)) for target in targets]
+    with cgutils.for_range(builder, rows) as loop:
+        row = reduce(builder.add, (begin, builder.mul(loop.index, stride), column))
+        columns = []
+        for v in range(vectors):
+            loaded = builder.load(pointer(b, of_b, row, INT(v * lanes)), align=size)
+            columns.append(_wide(builder, loaded, ir.VectorType(WORD, lanes), floats))
+        for h in range(many):
+            scalar = builder.load(pointer(a, FLOAT, at, builder.mul(INT(h), between), loop.index))
+            factor = builder.shuffle_vector(builder.insert_element(undefined, scalar, WORD(0)), undefined, spread)
+            for v in range(vectors):
+                total = totals[h * vectors + v]
+                product = builder.fmul(factor, columns[v], flags=["contract"])
+                builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+    for total, target in zip(totals, targets, strict=True):
+        builder.store(builder.load(total), target, align=4)

@@ -1,19 +1,17 @@
-"""HTTP requests to generation servers: sent from an event loop in a thread, repeated while a server is unreachable."""
+"""HTTP requests to generation servers, repeated while a server is unreachable."""
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
-from valor.http_client import describe, json_headers
+from valor.http_client import LoopThread, describe, json_headers
 
 CONNECT_SECONDS = 10.0
 _PATIENCE = 30.0  # seconds for which a reachable server may refuse a request
@@ -32,26 +30,13 @@ class ConnectionLost(Exception):
     """The connection broke before the reply to a request that must not be repeated as it is."""
 
 
-class ServerClient:
+class ServerClient(LoopThread):
     """Client of all servers of a run. An unreachable server is waited for during `timeout` seconds."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._config, self.timeout = config, config.timeout
-        self._portal: BlockingPortal | None = None
+        super().__init__(httpx2.AsyncClient(headers=json_headers(config.api_key_env), limits=httpx2.Limits()))
+        self.timeout = config.timeout
         self._unreachable: set[str] = set()
-
-    @contextmanager
-    def opened(self) -> Iterator[BlockingPortal]:
-        """The thread whose event loop runs the coroutines below. Nested blocks share it."""
-        if self._portal is not None:
-            yield self._portal
-            return
-        self.http = httpx2.AsyncClient(headers=json_headers(self._config.api_key_env), limits=httpx2.Limits())
-        try:
-            with start_blocking_portal() as self._portal, self._portal.wrap_async_context_manager(self.http):
-                yield self._portal
-        finally:
-            self._portal = None
 
     async def request(
         self,

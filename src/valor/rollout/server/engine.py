@@ -89,20 +89,19 @@ class ServerEngine(RolloutEngine):
         if self._version is None and self.weight_mode == "copied":
             raise ValueError("the servers have no weights: sync_weights comes first")
         self._places = asyncio.Semaphore(self._config.max_num_seqs)
-        with self._client.opened():
-            try:
-                while (new := source.poll(wait=not self._in_flight)) is not None or self._in_flight:
-                    for event in new or ():
-                        if isinstance(event, Request):
-                            self._send(_InFlight(event))
-                        else:
-                            self._abort(event)
-                    self._deliver()
-                    self._fleet.look_after()
-            finally:
-                for flight in self._in_flight:
-                    flight.reply.cancel()
-                self._in_flight.clear()
+        try:
+            while (new := source.poll(wait=not self._in_flight)) is not None or self._in_flight:
+                for event in new or ():
+                    if isinstance(event, Request):
+                        self._send(_InFlight(event))
+                    else:
+                        self._abort(event)
+                self._deliver()
+                self._fleet.look_after()
+        finally:
+            for flight in self._in_flight:
+                flight.reply.cancel()
+            self._in_flight.clear()
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the servers' weights in place, those of servers that returned too.
@@ -140,15 +139,13 @@ class ServerEngine(RolloutEngine):
 
     def _send(self, flight: _InFlight) -> None:
         self._in_flight.add(flight)
-        with self._client.opened() as portal:
-            flight.reply = portal.start_task_soon(self._complete, flight)
+        flight.reply = self._client.submit(self._complete(flight))
 
     def _abort(self, abort: Abort) -> None:
         for flight in self._in_flight:
             if flight.request.request_id == abort.request_id and not flight.ending:
                 flight.ending = True
-                with self._client.opened() as portal:
-                    portal.start_task_soon(self._end, flight)
+                self._client.submit(self._end(flight))
 
     async def _end(self, flight: _InFlight) -> None:
         """Have the server end a request, which then replies with its tokens; else close the connection.

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,10 +96,9 @@ class Fleet:
             with suppress(ServerLeft):
                 return await self.dialect.update(url, files, name, version, partial(self.leave, url))
 
-        with self.client.opened() as portal:
-            returned = self.look()
-            replies = {url: portal.start_task_soon(send, url) for url in [*self.present, *returned]}
-            updated = {url: workers for url, reply in replies.items() if (workers := reply.result()) is not None}
+        returned = self.look()
+        replies = {url: self.client.submit(send(url)) for url in [*self.present, *returned]}
+        updated = {url: workers for url, reply in replies.items() if (workers := reply.result()) is not None}
         # Servers of as many parts compute the same digest of the same weights.
         first: dict[str, tuple[str, str]] = {}
         for url, workers in updated.items():
@@ -127,30 +126,27 @@ class Fleet:
 
     def holds(self, url: str) -> bool:
         """Whether a server answers and holds the last weights; WorkersReplaced where the only one does not."""
-        with self.client.opened() as portal:
-            try:
-                names = portal.call(partial(self.dialect.held_weights, url, leave=partial(self.leave, url)))
-                compare_names(url, names, self.name)
-            except ServerLeft:
-                return False
-            except WorkersReplaced:
-                if not self.leave(url):
-                    raise
-                return False
-            return True
+        try:
+            names = self.client.submit(self.dialect.held_weights(url, leave=partial(self.leave, url))).result()
+            compare_names(url, names, self.name)
+        except ServerLeft:
+            return False
+        except WorkersReplaced:
+            if not self.leave(url):
+                raise
+            return False
+        return True
 
     def check(self) -> None:
         """WorkersReplaced when a server has to be sent the weights: the only one, or one that returned."""
-        with self.client.opened():
-            for url in self.present:
-                self.holds(url)
-            if returned := self.look():
-                raise WorkersReplaced(f"the rollout server at {returned[0]} is there again: it is sent the weights")
+        for url in self.present:
+            self.holds(url)
+        if returned := self.look():
+            raise WorkersReplaced(f"the rollout server at {returned[0]} is there again: it is sent the weights")
 
     def look(self) -> list[str]:
         """Readmit the servers that hold the last weights again; returns the others that answer."""
-        with self.client.opened() as portal:
-            return portal.call(self._look)
+        return self.client.submit(self._look()).result()
 
     def look_after(self) -> None:
         """Every few seconds: look at the servers that are left out, and restart those of this run that have ended."""
@@ -158,8 +154,7 @@ class Fleet:
             return
         self._last_look = time.monotonic()
         if self.out:
-            with self.client.opened() as portal:
-                portal.start_task_soon(self._look)
+            self.client.submit(self._look())
         for server in self.started:
             if server.revive():
                 logger.warning("the server at %s has ended: it is started again", server.url)
@@ -175,11 +170,11 @@ class Fleet:
                 self._tell(self.dialect.wake)
         for server in self.started:
             server.close()
+        self.client.close()
 
-    def _tell(self, command: Callable[[str], Awaitable[None]]) -> None:
-        with self.client.opened() as portal:
-            for url in self.present:
-                portal.call(command, url)
+    def _tell(self, command: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        for url in self.present:
+            self.client.submit(command(url)).result()
 
     async def _look(self) -> list[str]:
         answering = []
