@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import release
-from valor.agents.tools import EpisodeTools, Run, ToolSource, as_text, name_of
+from valor.agents.tools import Toolbox, ToolSource, as_text, name_of
 from valor.errors import UserError
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -34,11 +34,12 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
     by_name = {name_of(tool.schema): tool for tool in tools}
 
     @asynccontextmanager
-    async def episode(run: Run, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[EpisodeTools]:
+    async def episode(toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[None]:
         async def call(name: str, arguments: Mapping[str, Any]) -> Any:
-            return by_name[name].convert(await run(by_name[name].function, arguments, name=name))
+            return by_name[name].convert(await toolbox.run(by_name[name].function, arguments, name=name))
 
-        yield EpisodeTools({name: partial(call, name) for name in names})
+        toolbox.calls |= {name: partial(call, name) for name in names}
+        yield
 
     readers = frozenset(name for name, tool in by_name.items() if getattr(tool.function, "takes_kwargs", False))
     return ToolSource([tool.schema for tool in tools], episode, takes_kwargs=readers)
@@ -69,14 +70,14 @@ def environment_source(environment: type, kwargs: Mapping[str, Any] | None = Non
 
 @asynccontextmanager
 async def _environment_episode(
-    environment: type, kwargs: Mapping[str, Any], run: Run, row: Mapping[str, Any], names: Sequence[str]
-) -> AsyncIterator[EpisodeTools]:
+    environment: type, kwargs: Mapping[str, Any], toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[None]:
     """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
-    instance = await run(environment, kwargs, name=environment.__name__)
+    instance = await toolbox.run(environment, kwargs, name=environment.__name__)
     lock = asyncio.Lock()
 
     async def call(name: str, arguments: Mapping[str, Any]) -> Any:
-        return await run(getattr(instance, name), arguments, name=name, lock=lock)
+        return await toolbox.run(getattr(instance, name), arguments, name=name, lock=lock)
 
     async def reward() -> float:
         return float(await call("get_reward", {}))
@@ -87,9 +88,10 @@ async def _environment_episode(
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             columns = {name: value for name, value in columns.items() if name in parameters}
         text = await call("reset", columns)
-        calls = {name: partial(call, name) for name in names}
-        judge = reward if hasattr(environment, "get_reward") else None
-        yield EpisodeTools(calls, None if text is None else as_text(text), judge)
+        toolbox.openings.append("" if text is None else as_text(text))
+        toolbox.calls |= {name: partial(call, name) for name in names}
+        toolbox.judges += [reward] if hasattr(environment, "get_reward") else []
+        yield
     finally:
         if hasattr(environment, "close"):
             await release(call("close", {}))

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,8 +23,6 @@ from valor.errors import UserError, did_you_mean
 _MAX_COMPLAINT = 200  # characters
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
-Run = Callable[..., Coroutine[Any, Any, Any]]
-"""`run_tool` with its time limit: `await run(function, arguments, name=..., lock=...)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +39,16 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-class EpisodeTools(NamedTuple):
-    """Tools of one origin in one episode, whose functions may raise ToolFailed.
-
-    calls: by name, from arguments to a ToolResult, a text, or anything else to be shown as JSON. opening: a text for
-    the policy. reward: gives the reward of the episode.
-    """
-
-    calls: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Any]]]
-    opening: str | None = None
-    reward: Callable[[], Awaitable[float]] | None = None
-
-
 class ToolSource(NamedTuple):
     """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode. `takes_kwargs`: those
     for which a row may have `tools_kwargs`.
 
-    `episode(run, row, names)` opens the tools `names` for the episode of a row, and releases them at its end.
+    `episode(toolbox, row, names)` puts the tools `names` into the toolbox of a row's episode, and releases them at its
+    end.
     """
 
     schemas: list[Schema]
-    episode: Callable[[Run, Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[EpisodeTools]]
+    episode: Callable[["Toolbox", Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[None]]
     judges: bool = False
     takes_kwargs: frozenset[str] = frozenset()
 
@@ -88,15 +75,18 @@ class Toolset:
 class Toolbox:
     """The tools of one episode. Whoever opens it closes it, also when opening raised.
 
-    `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects.
+    `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
+    `calls` (by name, from arguments to a ToolResult, a text, or what is shown as JSON; may raise ToolFailed), `openings`
+    (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit.
     """
 
     def __init__(self, toolset: Toolset) -> None:
         self.schemas, self._limits, self._validators = list(toolset.schemas), toolset.limits, toolset.validators
         self._sources = toolset.sources
-        self._run = partial(run_tool, seconds=toolset.limits.tool_timeout)
-        self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
-        self._rewards: list[Callable[[], Awaitable[float]]] = []
+        self.run = partial(run_tool, seconds=toolset.limits.tool_timeout)
+        self.calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
+        self.judges: list[Callable[[], Awaitable[float]]] = []
+        self.openings: list[str] = []
         self._open = AsyncExitStack()
 
     async def open(self, row: Mapping[str, Any]) -> str | None:
@@ -115,14 +105,10 @@ class Toolbox:
         if unread := [name for name in tool_kwargs(row) if name not in readers]:
             raise UserError(f"extra_info.tools_kwargs: '{unread[0]}' is a function or a method, which takes none")
         self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
-        texts = []
         for source in self._sources:
             if names := [name for name in map(name_of, source.schemas) if name in selected]:
-                tools = await self._open.enter_async_context(source.episode(self._run, row, names))
-                self._calls |= tools.calls
-                self._rewards += [tools.reward] if tools.reward else []
-                texts += [tools.opening] if tools.opening else []
-        return valid_text("\n".join(texts)) or None
+                await self._open.enter_async_context(source.episode(self, row, names))
+        return valid_text("\n".join(filter(None, self.openings))) or None
 
     async def call_all(self, calls: Sequence[Call]) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time; if some were too many, one more says so."""
@@ -140,7 +126,7 @@ class Toolbox:
 
     async def rewards(self) -> float | None:
         """The sum of the tools' rewards for the episode; None: none of them ever gives one. Raises EpisodeFailed."""
-        rewards = [await reward() for reward in self._rewards]
+        rewards = [await judge() for judge in self.judges]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
@@ -152,15 +138,15 @@ class Toolbox:
     async def _result(self, call: Call) -> ToolResult:
         if isinstance(call, BadCall):
             return _error("malformed", f"malformed tool call, {call.reason}")
-        if call.name not in self._calls:
-            known = f"the tools are {', '.join(self._calls)}" if self._calls else "there are no tools"
+        if call.name not in self.calls:
+            known = f"the tools are {', '.join(self.calls)}" if self.calls else "there are no tools"
             name = call.name[:60]
-            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._calls)} ({known})")
+            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self.calls)} ({known})")
         complaint = _complaint(self._validators[call.name], call.arguments)
         if complaint is not None:
             return _error("arguments", f"wrong arguments for {call.name}, {complaint}")
         try:
-            value = await self._calls[call.name](call.arguments)
+            value = await self.calls[call.name](call.arguments)
             result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
             if not math.isfinite(result.reward):
                 raise ValueError(f"its reward is {result.reward}")

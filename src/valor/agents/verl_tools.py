@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import release
 from valor.agents.tool_sources import FunctionTool, schema_of
-from valor.agents.tools import EpisodeTools, Run, ToolResult, ToolSource, as_text, tool_kwargs
+from valor.agents.tools import Toolbox, ToolResult, ToolSource, as_text, tool_kwargs
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -92,8 +92,8 @@ def base_tool_source(tools: Sequence[BaseTool]) -> ToolSource:
 
 @asynccontextmanager
 async def _instances_episode(
-    tools: Mapping[str, BaseTool], run: Run, row: Mapping[str, Any], names: Sequence[str]
-) -> AsyncIterator[EpisodeTools]:
+    tools: Mapping[str, BaseTool], toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[None]:
     """What `create` answers beside the id is not shown to the policy, as in verl."""
     ids: dict[str, str] = {}
     locks = {name: asyncio.Lock() for name in names}
@@ -104,7 +104,7 @@ async def _instances_episode(
     async def call(name: str, method: str, *arguments: Any) -> Any:
         function = partial(getattr(tools[name], method), ids[name], *arguments)
         label = name if method == "execute" else f"{name}.{method}"
-        return await run(function, kwargs_of(name, method), name=label, lock=locks[name])
+        return await toolbox.run(function, kwargs_of(name, method), name=label, lock=locks[name])
 
     async def execute(name: str, arguments: Mapping[str, Any]) -> ToolResult:
         return verl_result(await call(name, "execute", dict(arguments)))
@@ -123,11 +123,13 @@ async def _instances_episode(
                 kwargs = {**kwargs, "create_kwargs": kwargs}
             elif "create_kwargs" in parameters:
                 kwargs = {"create_kwargs": kwargs}
-            created = await run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
+            created = await toolbox.run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
             ids[name] = created[0] if isinstance(created, tuple) else created
             releases.push_async_callback(close, name)
         judges = [name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward]
-        yield EpisodeTools({name: partial(execute, name) for name in names}, reward=reward if judges else None)
+        toolbox.calls |= {name: partial(execute, name) for name in names}
+        toolbox.judges += [reward] if judges else []
+        yield
 
 
 def verl_result(value: Any) -> ToolResult:

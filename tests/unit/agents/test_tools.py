@@ -109,7 +109,7 @@ async def call(toolbox, name, **arguments):
 
 async def do(toolbox, *calls):
     """The results of calls, in an episode that needs nothing of its row."""
-    if not toolbox._calls:
+    if not toolbox.calls:
         await toolbox.open({})
     results = await toolbox.call_all(calls)
     return results[0] if len(calls) == 1 else results
