@@ -76,7 +76,7 @@ class Toolbox:
     """The tools of one episode. Whoever opens it closes it, also when opening raised.
 
     `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
-    `calls` (by name, from arguments to a ToolResult, a text, or what is shown as JSON; may raise ToolFailed), `openings`
+    `calls` (by name, from arguments to a ToolResult, a text or what JSON shows; may raise ToolFailed), `openings`
     (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit.
     """
 
