@@ -47,12 +47,7 @@ class ActorWorker(ModelRole):
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(
-        self,
-        batch: Batch,
-        *,
-        with_entropy: bool = True,
-        with_sum_pi_squared: bool = False,
-        with_full_kl: bool = False,
+        self, batch: Batch, *, with_entropy: bool = True, with_sum_pi_squared: bool = False, with_full_kl: bool = False
     ) -> Batch:
         """`old_log_probs` [B, T] of the batch's responses under the present weights, with `entropy`, `sum_pi_squared`
         (Σ_v π(v)² of each position), `full_kl` (the exact KL to the reference) if asked."""

@@ -17,12 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from valor.config.engine import GlobalProfilerConfig
 from valor.engines import distributed
-from valor.workers.memory import (
-    PeakMemory,
-    keep_freed_memory,
-    use_deterministic_algorithms,
-    use_expandable_segments,
-)
+from valor.workers.memory import PeakMemory, keep_freed_memory, use_deterministic_algorithms, use_expandable_segments
 
 HOST = "host"  # the name under which the process itself is called
 _TRACING = threading.Lock()  # torch has one profiler in a process
@@ -115,14 +110,7 @@ class WorkerHost:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: str,
-        num_threads: int,
-        *,
-        deterministic: bool = False,
-        gpu: int = 0,
+        self, rank: int, world_size: int, device: str, num_threads: int, *, deterministic: bool = False, gpu: int = 0
     ) -> None:
         use_expandable_segments()
         if device == "cpu":

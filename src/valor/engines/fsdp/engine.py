@@ -18,14 +18,7 @@ from valor.data.batch import Batch
 from valor.engines import checkpoint
 from valor.engines.base import Limit, LossFn, TrainingEngine, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
-from valor.engines.fsdp.sharding import (
-    gathered,
-    rank_mesh,
-    reshards,
-    sequence_group,
-    shard,
-    transformer_layers,
-)
+from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard, transformer_layers
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
