@@ -46,16 +46,10 @@ class CriticWorker(ModelRole):
         `bootstrap_values` [B], the value of the state after the last response token.
         """
         rows = batch.select(ROW_FIELDS)
-        width, lengths = rows["responses"].shape[1], rows["response_lengths"]
         with self.on_device() as engine:
-            rows = longer_rows(rows) if with_end else rows
-            outputs = engine.forward(rows, **self._limits, with_quantiles=with_quantiles)
-        values = outputs["values"]
-        out = {name: x[:, :width] for name, x in outputs.items()}
-        out["values"] = out["values"].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)
-        if with_end:
-            out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
-        return Batch(out)
+            longer = longer_rows(rows) if with_end else rows
+            outputs = engine.forward(longer, **self._limits, with_quantiles=with_quantiles)
+        return Batch(state_values(outputs, rows, with_end=with_end))
 
     @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
@@ -103,6 +97,17 @@ class CriticWorker(ModelRole):
             **config.value_loss_kwargs,
         )
         return loss, {**metrics, "vf_loss": loss.detach()}
+
+
+def state_values(outputs: dict[str, Tensor], rows: Batch, *, with_end: bool) -> dict[str, Tensor]:
+    """`values` and other outputs of the states before the response tokens of `rows`; with_end: `outputs` are those of
+    `longer_rows`, and `bootstrap_values` [B] the values after the last tokens."""
+    width, lengths = rows["responses"].shape[1], rows["response_lengths"]
+    out = {name: x[:, :width] for name, x in outputs.items()}
+    out["values"] = out["values"].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)
+    if with_end:
+        out["bootstrap_values"] = outputs["values"].gather(1, lengths[:, None]).squeeze(1)
+    return out
 
 
 def value_head(config: CriticConfig) -> ValueHead:

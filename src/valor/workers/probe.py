@@ -20,6 +20,7 @@ from valor.errors import UserError
 from valor.models.rows import ROW_FIELDS
 from valor.models.states import StateProjection, state_features
 from valor.tracking.rundir import disk_errors
+from valor.workers.critic import state_values
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import longer_rows
@@ -55,15 +56,11 @@ class ProbeCritic:
         """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token.
         with_quantiles: the same, as it has no distribution."""
         rows = batch.select(ROW_FIELDS)
-        width, lengths = rows["responses"].shape[1], rows["response_lengths"]
-        rows = longer_rows(rows) if with_end else rows
-        values = torch.zeros(rows["responses"].shape)
-        for part, features in self._features(rows):
+        longer = longer_rows(rows) if with_end else rows
+        values = torch.zeros(longer["responses"].shape)
+        for part, features in self._features(longer):
             values[part] = self._fit.predict(features).float().cpu()
-        out = {"values": values[:, :width] * (torch.arange(width) < lengths[:, None])}
-        if with_end:
-            out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
-        return Batch(out)
+        return Batch(state_values({"values": values}, rows, with_end=with_end))
 
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The frozen starting policy: its log-probs are what the KL penalty compares with."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -55,9 +55,6 @@ class ReferenceWorker:
     @contextmanager
     def reference(self) -> Iterator[Reference]:
         """For the actor beside it, whose passes compute the exact KL: distributions of rows, by the reference."""
-        if self._is_actor:  # it is on the device already
-            with self._role.engine.reference() as reference:
-                yield reference
-        else:
-            with self._role.on_device() as engine, engine.reference() as reference:
-                yield reference
+        turn = nullcontext() if self._is_actor else self._role.on_device()  # the actor is on the device already
+        with turn, self._role.engine.reference() as reference:
+            yield reference
