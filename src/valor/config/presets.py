@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from valor.config.base import Section
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
 from valor.config.evaluation import EvalConfig
 from valor.config.inheritance import inherited_from
@@ -22,7 +23,7 @@ DEFAULTS: dict[type[BaseModel], str] = {
     EvalConfig: "eval",
 }
 """Name of each tree's defaults, for the `defaults:` list of a yaml file."""
-COMMANDS: dict[str, type[BaseModel]] = {
+COMMANDS: dict[str, type[Section]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "rm train": RMConfig,
