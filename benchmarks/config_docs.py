@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
+from valor.config.evaluation import EvalConfig
 from valor.config.describe import key_row, show
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
@@ -33,6 +34,7 @@ _TREES = (
     ("Reward models (`valor rm train`)", RMConfig, ""),
     ("Critics alone: `valor critic pretrain`, besides the keys of `valor ppo`", CriticPretrainConfig, "pretrain"),
     ("Critics alone: `valor critic score`, besides the keys of `valor ppo`", CriticScoreConfig, "score"),
+    ("Evaluation: `valor eval`, besides the keys of `valor ppo`", EvalConfig, "eval"),
     ("Search with a critic: `valor critic search`, besides the keys of `valor ppo`", CriticSearchConfig, "search"),
 )
 

@@ -1,0 +1,100 @@
+"""`valor eval`: the numbers of a run's own validation, the same after a stop, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import read_metrics
+
+from valor.cli import main as valor
+from valor.lab import arithmetic
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(tiny) -> list[str]:
+    """Four sampled answers to each of 16 prompts, graded by digits: some are right even of random models."""
+    return [
+        f"data.val_files={tiny['val']}",
+        "data.val_max_samples=16",
+        "data.max_prompt_length=32",
+        "data.max_response_length=8",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
+        "reward.num_workers=1",
+        "trainer.device=cpu",
+        "trainer.num_threads=1",
+    ]
+
+
+def numbers(out: Path) -> dict:
+    results = json.loads((out / "eval.json").read_text())
+    del results["command"]
+    return results
+
+
+def test_two_models_are_measured_compared_and_measured_again_after_a_stop(
+    tiny, settings, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("valor.lab.evaluation._AT_ONCE", 16)  # four prompts at a time
+    other = arithmetic.make_model(tmp_path / "other", seed=1)
+    line = ["eval", str(tiny["model"]), str(other), *settings, f"eval.out={tmp_path / 'out'}"]
+    assert valor(line) == 0
+    before = numbers(tmp_path / "out")
+    first, second = before["policies"]
+    assert (first["name"], second["name"]) == ("model", "other")
+    means = [next(iter(of["sources"].values()))["metrics"]["mean@4"] for of in (first, second)]
+    assert all(0 < mean["low"] < mean["value"] < mean["high"] < 1 for mean in means)
+    (gap,) = before["comparisons"]
+    assert gap["value"] == pytest.approx(means[1]["value"] - means[0]["value"])
+    assert gap["low"] < gap["value"] < gap["high"] and 0 < gap["p_signs"] <= 1
+    assert gap["better"] + gap["worse"] <= gap["prompts"] == 16
+
+    answers = sorted((tmp_path / "out" / "other").glob("answers_*.jsonl"))
+    assert len(answers) == 4 and sum(len(file.read_text().splitlines()) for file in answers) == 64
+    text = answers[2].read_text()
+    answers[2].unlink()
+    (tmp_path / "out" / "eval.json").unlink()
+    assert valor(line) == 0
+    assert answers[2].read_text() == text and numbers(tmp_path / "out") == before
+    assert "other: 3 of 4 files of answers are there" in capsys.readouterr().out
+    page = (tmp_path / "out" / "eval.html").read_text()
+    assert all(word in page for word in ("pass@4", "other", "permutation test"))
+
+    assert valor([*line, "data.max_response_length=4"]) == 2
+    error = capsys.readouterr().err
+    assert "data.max_response_length: 8 -> 4" in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(tiny, overrides, settings, tmp_path):
+    sampling = [word for word in settings if ".val_kwargs." in word]
+    run = ["trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=1", *sampling]
+    assert valor(["ppo", *overrides(tmp_path / "run", *run)]) == 0
+    validated = {k: v for k, v in read_metrics(tmp_path / "run")[-1].items() if k.startswith("val-core/")}
+    checkpoint = tmp_path / "run" / "global_step_1"
+    assert valor(["eval", str(checkpoint), *settings, f"eval.out={tmp_path / 'out'}"]) == 0
+    (policy,) = numbers(tmp_path / "out")["policies"]
+    measured = {
+        f"val-core/{source}/reward/{name}": estimate["value"]
+        for source, of in policy["sources"].items()
+        for name, estimate in of["metrics"].items()
+    }
+    assert measured == pytest.approx(validated)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=false", "greedy answers are the same"),
+        ("data.val_files=null", "there is nothing to answer: set data.val_files"),
+        ("eval.others=[/nowhere/model]", "there is no model directory '/nowhere/model'"),
+        ("eval.othres=[a]", "did you mean 'eval.others'?"),
+    ],
+)
+def test_a_mistake_is_one_line(setting, message, tiny, settings, tmp_path, capsys):
+    assert valor(["eval", str(tiny["model"]), *settings, f"eval.out={tmp_path / 'out'}", setting]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
