@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
-from valor.config.evaluation import EvalConfig
 from valor.config.describe import key_row, show
+from valor.config.evaluation import EvalConfig
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
 from valor.config.supervised import RMConfig, SFTConfig

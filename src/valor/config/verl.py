@@ -222,6 +222,12 @@ trainer.v1.separate_async.hybrid_rollout.* ! training and generation keep their 
 trainer.v1.sampler.(custom_sampler.* sampler_kwargs.*) ! which samples come next is
     trainer.v1.sampler.max_off_policy_strategy
 async_training.* ! set trainer.v1.trainer_mode=separate_async, sampler.max_off_policy_threshold
+algorithm.(use_pf_ppo agreement_mask divergence_mask) critic.ensemble_shards [0] : the key is gone, and this was its
+    default
+algorithm.pf_ppo.* : the key is gone
+algorithm.use_pf_ppo ? set algorithm.phases_path=examples/phases/resampling.py
+algorithm.(agreement_mask divergence_mask) ? set algorithm.phases_path=examples/phases/agreement_mask.py
+critic.ensemble_shards ? critics learn from all samples: set critic.shuffle=true or critic.model.value_head_init=normal
 trainer.default_hdfs_dir ! checkpoints go to trainer.default_local_dir
 trainer.(del_local_ckpt_after_load remove_previous_ckpt_in_save) ! checkpoints are kept by trainer.max_ckpt_to_keep
 ray_kwargs.timeline_json_file ! use `ray timeline`
