@@ -29,7 +29,9 @@ from valor.rewards.walk import Walk
 
 RATIOS = (0.5, 0.9, 1.0)
 POLICIES = ("zero", "bootstrap", "critic", "exclude")
-MINI = {"critic.ensemble_size": 2, "critic.ensemble_shards": True, "critic.model.value_head_init": "normal"}
+MINI = {"critic.ensemble_size": 2, "critic.model.value_head_init": "normal"}
+PHASES = Path(__file__).parents[1] / "examples" / "phases"
+AGREEMENT = {**MINI, "algorithm.phases_path": str(PHASES / "agreement_mask.py")}
 WITHOUT = {"trainer.critic_warmup": 0}
 Arms = dict[str, dict[str, Any]]
 METHODS: Arms = {
@@ -44,7 +46,7 @@ METHODS: Arms = {
     "evpo": {"algorithm.adv_estimator": "evpo"},
     "evpo, smooth": {"algorithm.adv_estimator": "evpo", "algorithm.adv_kwargs": {"gate": "smooth"}},
     "mini-critics": MINI,
-    "asyppo": {**MINI, "algorithm.agreement_mask": 0.2},
+    "asyppo": AGREEMENT,
     "branches": {"algorithm.branch_values": {"share": 0.125, "branches": 2}},
 }
 QUANTILE = {"critic.value_loss": "quantile"}
@@ -89,8 +91,7 @@ PARTS: dict[str, tuple[float, Arms]] = {
         0.1,
         {
             "mini-critics, entropy": ENTROPY,
-            "agreement mask": {**ENTROPY, "algorithm.agreement_mask": 0.2},
-            "both masks": {**ENTROPY, "algorithm.agreement_mask": 0.2, "algorithm.divergence_mask": 0.2},
+            "agreement mask": {**ENTROPY, **AGREEMENT},
         },
     ),
     "progress": (

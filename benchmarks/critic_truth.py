@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "quantile": {"critic.value_loss": "quantile"},
     "ensemble, mean": ENSEMBLE,
     "ensemble, min": {**ENSEMBLE, "critic.ensemble_reduce": "min"},
-    "mini-critics": {**ENSEMBLE, "critic.ensemble_shards": True},
     "λ_critic 0.9": {"algorithm.lam_critic": 0.9},
     "branches": {"algorithm.branch_values": {"share": 0.125, "branches": 2}},
 }

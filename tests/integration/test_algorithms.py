@@ -321,15 +321,6 @@ def test_rejecting_everything_is_a_step_without_effect(train, tiny, tmp_path):
     assert moved(tiny["model"], tmp_path / "run", "actor") == 0
 
 
-def test_pf_ppo_trains_on_the_drawn_samples(train):
-    rows = train("algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=1")
-    for row in rows:
-        assert 0 < row["training/pf_ppo/distinct_ratio"] < 1
-        assert row["training/pf_ppo/score_after"] == 1.0  # weights are scores, 0 or 1
-        assert row["critic/score/mean"] < 1.0
-    assert train("algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=1", name="again") == rows
-
-
 def test_overlong_responses_are_penalised(train):
     rows = train(
         "reward.reward_manager.name=dapo",

@@ -225,7 +225,7 @@ def test_an_ensemble_of_one_published_critic_is_refused(overrides, pretrained, t
     assert main_ppo.main(overrides(tmp_path / "run", critic, *ensemble)) == 2
     assert "the critics would all be the same" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main_ppo.main(overrides(tmp_path / "run", critic, *ensemble, "critic.ensemble_shards=true")) == 0
+    assert main_ppo.main(overrides(tmp_path / "run", critic, *ensemble, "critic.shuffle=true")) == 0
     assert read_metrics(tmp_path / "run")[-1]["critic/ensemble_std"] > 0
 
 

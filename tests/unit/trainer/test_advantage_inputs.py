@@ -5,14 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phase_runs import after, made
 from valor.config import ActorConfig, AlgorithmConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.config.distillation import DistillationConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.trainer.advantage import component_scores, compute_advantages
 from valor.trainer.old_log_probs import OldLogProbs, corrected
-from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates, counted
 from valor.workers.actor import ActorWorker
@@ -122,19 +120,6 @@ def test_components_of_a_failed_grader_and_of_none():
     for info in ([{"a": 1}, {"b": 1}], [{}, {}], [{"a": "yes"}, {"a": 1}]):
         with pytest.raises(UserError, match="reward_keys: 'a'"):
             component_scores(info, ["a"], 0.0)
-
-
-def test_resampling_is_a_function_of_its_key_and_moves_whole_rows():
-    scores = torch.arange(16.0)
-    columns = {"token_level_scores": scores[:, None], "response_mask": torch.ones(16, 1), "same": scores}
-    batch = Batch(columns, {"uid": [str(i) for i in range(16)]})
-    phase = made(TrainingRows, {"use_pf_ppo": True}, seed=42)
-    (drawn, metrics), (again, _), (other, _) = (after(phase, batch, step) for step in (1, 1, 2))
-    drawn, again, other = map(trained, (drawn, again, other))
-    assert drawn["same"].tolist() == again["same"].tolist() != other["same"].tolist()
-    assert drawn.objects["uid"] == [str(int(x)) for x in drawn["same"]] and len(drawn) == 16
-    assert torch.equal(drawn["token_level_scores"][:, 0], drawn["same"])
-    assert metrics["training/pf_ppo/distinct_ratio"] == len(set(drawn.objects["uid"])) / 16
 
 
 def test_a_rejected_token_leaves_the_mask_and_the_counts():

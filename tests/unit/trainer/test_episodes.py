@@ -246,16 +246,6 @@ def test_rollout_correction_weighs_and_rejects_episodes() -> None:
     assert metrics == pytest.approx(more, abs=1e-5)
 
 
-def test_pf_ppo_draws_episodes() -> None:
-    one, several = batches()
-    phase = made(TrainingRows, {"use_pf_ppo": True}, seed=1)
-    (drawn, metrics), (rows, others) = (after(phase, batch, step=2) for batch in (one, several))
-    drawn, rows = trained(drawn), trained(rows)
-    assert metrics == pytest.approx(others)
-    assert len(Episodes(rows).rows) == 6 and len(drawn) == 6
-    assert torch.equal(at_policy_tokens(drawn, "values"), at_policy_tokens(rows, "values"))
-
-
 def test_the_critic_learns_where_turns_begin() -> None:
     """With one value a turn, only the first token of each has a target, and the loss's counts are those."""
     batch, _ = through_the_step(batches()[1], gae_unit="turn")
