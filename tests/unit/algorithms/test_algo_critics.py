@@ -168,55 +168,6 @@ def test_lambdas_that_contradict_each_other(options, message) -> None:
         algorithms.compute_advantages("gae", **case, **options)
 
 
-def test_shards_of_two_prompts_by_hand() -> None:
-    """The i-th prompt's j-th sample goes to critic (i + j) mod 2, wherever in the batch it stands."""
-    assert algorithms.shards(["a", "a", "a", "b", "b", "b"], 2).tolist() == [0, 1, 0, 1, 0, 1]
-    assert algorithms.shards(["a", "b", "a", "b"], 2).tolist() == [0, 1, 1, 0]
-
-
-@often
-@given(groups=st.lists(st.integers(0, 4), min_size=1, max_size=40), members=st.integers(1, 4))
-def test_each_critic_has_its_part_of_every_group(groups, members) -> None:
-    found = algorithms.shards(groups, members).numpy()
-    for group in set(groups):
-        counts = np.bincount(found[np.array(groups) == group], minlength=members)
-        assert counts.max() - counts.min() <= 1 and counts.sum() == groups.count(group)
-
-
-def test_where_critics_tell_by_hand() -> None:
-    """Five policy tokens whose two critics are 0, 2, 4, 6 and 8 apart: with 0.4 the two of least distance lose their
-    advantage, with 0.2 the one of most its entropy. The masked position is in neither."""
-    apart = torch.tensor([[0.0, 2.0, 4.0], [6.0, 8.0, 100.0]])
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    kept, explored = algorithms.where_critics_tell(torch.stack([apart, -apart]), mask, 0.4, 0.2)
-    assert kept.tolist() == [[0, 0, 1], [1, 1, 0]]
-    assert explored.tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_critics_that_are_all_alike_take_nothing_away() -> None:
-    kept, explored = algorithms.where_critics_tell(torch.ones(3, 2, 2), SQUARE, 0.5, 0.5)
-    assert kept.all() and explored.all()
-
-
-@often
-@given(seed=st.integers(0, 10_000), agree=st.floats(0, 1), diverge=st.floats(0, 1), members=st.integers(2, 4))
-def test_where_critics_tell_agrees_with_numpy(seed, agree, diverge, members) -> None:
-    _, mask, _, _ = a_case(seed)
-    values = np.random.default_rng(seed).normal(size=(members, *mask.shape))
-    spread = values.std(0, ddof=1)
-    order = [tuple(place) for place in np.argwhere(mask)[np.argsort(spread[mask])]]
-    number = len(order)
-    gone = order[: min(int(agree * number), number - 1)]
-    unexplored = order[max(number - int(diverge * number), 1) :]
-    kept, explored = algorithms.where_critics_tell(torch.tensor(values), torch.tensor(mask).float(), agree, diverge)
-    expected = (mask.astype(float), mask.astype(float))
-    for out, places in zip(expected, (gone, unexplored), strict=True):
-        for place in places:
-            out[place] = 0.0
-    np.testing.assert_array_equal(kept.numpy(), expected[0])
-    np.testing.assert_array_equal(explored.numpy(), expected[1])
-
-
 def test_imitation_of_right_answers_by_hand() -> None:
     """−(−1 − 2 − 3) / 3 over the three tokens of the one right answer; the wrong one and the padding have no part."""
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-5.0, -5.0, -7.0]], requires_grad=True)

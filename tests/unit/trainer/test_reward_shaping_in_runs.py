@@ -16,6 +16,11 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 VALUES = torch.tensor([[0.2, 0.4, 0.6], [0.3, 0.7, 0.0]])
 
 
+def rows_to_learn_from(batch: Batch, config: AlgorithmConfig) -> Batch:
+    phase = made(TrainingRows, config)
+    return trained(after(phase, batch)[0] if phase.wanted(phase.config) else batch)
+
+
 def batch_of(scores: list[float], rows: int = 2) -> Batch:
     """Two responses of three and two tokens, repeated to `rows` rows."""
     repeat = rows // 2
@@ -95,7 +100,7 @@ def test_what_a_missing_reward_means(policy, flip, first, second) -> None:
     )
     advantages, _ = compute_advantages(batch, config)
     torch.testing.assert_close(advantages, torch.tensor([first, second]))
-    assert len(trained(after(made(TrainingRows, config), batch)[0])) == 2
+    assert len(rows_to_learn_from(batch, config)) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_where_the_gradient_pushes_a_trajectory_without_reward(policy, flip, fir
     )
     batch["advantages"], _ = compute_advantages(batch, config)
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
-    rows = trained(after(made(TrainingRows, config), batch)[0])
+    rows = rows_to_learn_from(batch, config)
     loss, _ = algorithms.policy_loss(
         "ppo",
         log_probs=log_probs[: len(rows)],
@@ -149,11 +154,11 @@ def test_bootstrap_decays_with_lambda_and_critic_does_not() -> None:
 def test_excluded_trajectories_are_not_trained_on() -> None:
     batch, config, _ = shaped(batch_of([1.0, 1.0], rows=8), reward_mask_ratio=0.25, missing_reward="exclude")
     batch["advantages"], batch["returns"] = compute_advantages(batch, config)
-    kept = trained(after(made(TrainingRows, config), batch)[0])
+    kept = rows_to_learn_from(batch, config)
     assert len(kept) == 6 and not kept["reward_missing"].any()
     assert not batch["advantages"][batch["reward_missing"]].any()
     batch, config, _ = shaped(batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward="exclude")
-    assert len(trained(after(made(TrainingRows, config), batch)[0])) == 0
+    assert len(rows_to_learn_from(batch, config)) == 0
 
 
 def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:
