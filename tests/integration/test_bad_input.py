@@ -57,7 +57,7 @@ def test_broken_data_files(overrides, tmp_path, capsys):
     malformed, empty, wrong = (tmp_path / f"{n}.parquet" for n in ("malformed", "empty", "wrong"))
     malformed.write_bytes(b"this is not parquet")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
-    pq.write_table(pa.table({"question": ["1+1"]}), wrong)
+    pq.write_table(pa.table({"text": ["1+1"]}), wrong)
     for file in (malformed, empty, wrong):
         stops_with(overrides(tmp_path / "run", f"data.train_files={file}"), tmp_path / "run", capsys, file.name)
 

@@ -35,11 +35,17 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever runs the command ends it, as for lines that are printed (rich would exit with 1)."""
+        raise BrokenPipeError
+
+
 @cache
 def get_console() -> Console:
     """Console on stdout: colours on a real terminal; elsewhere plain text without control characters."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-    return Console(
+    return _Console(
         force_terminal=terminal,  # and not what FORCE_COLOR or a CI variable would have rich believe
         force_interactive=terminal,
         force_jupyter=False,
