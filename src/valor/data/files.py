@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
-from valor.data.plain_rows import is_plain, prompt_row
+from valor.data.plain_rows import is_plain, read_plain
 from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -73,7 +73,7 @@ def _prompt_records(path: str | Path, prompt_key: str, source_key: str) -> Itera
         return
     for where, record in read_records(path):
         try:
-            yield where, prompt_row(record, prompt_key, source_key)
+            yield where, read_plain(record, prompt_key, source_key)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 

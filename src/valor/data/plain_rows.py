@@ -17,7 +17,7 @@ def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool
     return asks and "reward_model" not in columns and (source_key not in columns or bool({*_TRUTHS} & {*columns}))
 
 
-def prompt_row(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
+def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
     """A row with a `prompt`, `question` or `problem` (text or messages) and any other columns, as prompt files have it.
 
     Text is a user's message. Other columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Self, cast
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
-from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, of_trl, own_row
+from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, of_trl, prompt_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
 from valor.trainer.command import load_checked, tell_notes
@@ -218,7 +218,7 @@ class PPO(PythonRun):
 
     words, root, makes = "ppo", PPOConfig, "valor.trainer.ppo:PPORun"
     model_key = "actor_rollout_ref.model"
-    _row = staticmethod(partial(own_row, keep_prompt=False))
+    _row = staticmethod(partial(prompt_row, keep_prompt=False))
 
     @_with_trl_names
     def __init__(
@@ -238,7 +238,7 @@ class PPO(PythonRun):
         if reward is not None and "reward" not in settings:
             several = reward if isinstance(reward, list | tuple) else [cast(Any, reward)]
             functions = RewardFunctions(several, reward_weights)
-            self._row = partial(own_row, keep_prompt=functions.reads_prompts)
+            self._row = partial(prompt_row, keep_prompt=functions.reads_prompts)
             settings["reward.custom_reward_function.path"] = file_of_bytes(
                 "reward", ".pkl", pickled(functions, "reward", "reward.custom_reward_function.path")
             )

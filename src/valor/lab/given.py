@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from valor.data.messages import check_text, drop_nulls
-from valor.data.plain_rows import as_messages, prompt_column, prompt_row
+from valor.data.plain_rows import as_messages, prompt_column, read_plain
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
 from valor.tracking.rundir import write_atomically
@@ -141,9 +141,9 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
     return file_of_bytes(name, ".jsonl", "".join(lines).encode())
 
 
-def own_row(row: Row, *, keep_prompt: bool) -> Row:
-    """A row as `plain_rows.prompt_row` reads it; `keep_prompt`: its `extra_info` holds the prompt too, unchanged."""
-    read = prompt_row(row)
+def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
+    """A row as `plain_rows.read_plain` reads it; `keep_prompt`: its `extra_info` holds the prompt too, unchanged."""
+    read = read_plain(row)
     if keep_prompt:
         read["extra_info"][PROMPT] = row[prompt_column(row)]
     return read
