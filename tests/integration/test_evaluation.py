@@ -69,7 +69,7 @@ def test_two_models_are_measured_compared_and_measured_again_after_a_stop(
     assert "data.max_response_length: 8 -> 4" in error and error.count("\n") == 1
 
 
-def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(tiny, overrides, settings, tmp_path):
+def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(overrides, settings, tmp_path, capsys):
     sampling = [word for word in settings if ".val_kwargs." in word]
     run = ["trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=1", *sampling]
     assert valor(["ppo", *overrides(tmp_path / "run", *run)]) == 0
@@ -83,6 +83,12 @@ def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(tiny, overrides
         for name, estimate in of["metrics"].items()
     }
     assert measured == pytest.approx(validated)
+
+    # Another run's checkpoint of the same name is neither answered by this one's export nor mixed with its answers.
+    assert valor(["ppo", *overrides(tmp_path / "other", "trainer.seed=7", *run[:2])]) == 0
+    namesake = tmp_path / "other" / "global_step_1"
+    assert valor(["eval", str(namesake), *settings, f"eval.out={tmp_path / 'out'}"]) == 2
+    assert "holds answers under other settings (actor_rollout_ref.model.path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

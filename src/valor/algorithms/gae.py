@@ -66,8 +66,8 @@ def gae(
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
         by_row = _lam_by_row(adaptive_lam_alpha, lam_positions, response_mask)
-        of_rows = (lambdas[0] if by_row is None else by_row, lambdas[1])
-        advantages, returns = token_gae(rewards, values, response_mask, gamma, of_rows, end)
+        lambdas = (lambdas[0] if by_row is None else by_row, lambdas[1])
+        advantages, returns = token_gae(rewards, values, response_mask, gamma, lambdas, end)
     else:
         if adaptive_lam_alpha is not None or lam_positions:
             raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")

@@ -31,7 +31,6 @@ __all__ += [
     "LoadedConfig",
     "ModelConfig",
     "PPOConfig",
-    "RMConfig",
 ]
 __all__ += ["RMConfig", "RMDataConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig"]
 __all__ += ["RunConfig", "SFTConfig", "SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]

@@ -4,6 +4,7 @@ A folder for each policy holds its answers, written some prompts at a time: a co
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -22,6 +23,7 @@ from valor.report.eval_page import comparison_table, eval_page, metric_table
 from valor.tracking.console import say
 from valor.tracking.rundir import disk_errors, locked, write_atomically
 from valor.trainer.changes import changes, digests_of, settings_of
+from valor.trainer.checkpoints import MANIFEST_FILE
 from valor.trainer.checks import placed
 from valor.trainer.export import export_checkpoint
 from valor.trainer.validation import prompt_metrics
@@ -61,15 +63,28 @@ def start(config: EvalConfig, command: str) -> int:
 
 
 class _Policy:
-    """One policy: its tree, and its folder of answers."""
+    """One policy: its tree, and its folder of answers. A checkpoint is exported there before it answers."""
 
     def __init__(self, config: EvalConfig, name: str, folder: Path) -> None:
         self.config, self.name, self.folder = config, name, folder
+        self.source = config.actor_rollout_ref.model.path
 
     def check(self) -> None:
         """UserError: the model or the data cannot be read, or the folder has answers under other settings."""
+        self._check_settings()
+        if (Path(self.source) / MANIFEST_FILE).exists():
+            exported = self.folder / "model"
+            if not exported.exists():
+                partial = self.folder / "model.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                export_checkpoint(Path(self.source), partial, "actor")
+                partial.rename(exported)
+            self.config = _with_model(self.config, str(exported))
         with closing(self._inputs()):
             pass
+
+    def _check_settings(self) -> None:
+        """Remember the settings, and the content of the model and the data; or compare them."""
         inert = inert_settings(self.config, settings_of(self.config))
         settings = {key: value for key, value in settings_of(self.config).items() if key not in inert}
         settings = {key: value for key, value in settings.items() if not key.startswith(_HARMLESS_SECTIONS)}
@@ -102,17 +117,20 @@ class _Policy:
             with policy_group(held_out(self.config), inputs, placed(self.config), say) as collector:
                 for first in missing:
                     batch, results = collector.validation_batch(0, prompts[first : first + size], first)
-                    of_row = [result for result, rows in zip(results, Episodes(batch).rows, strict=True) for _ in rows]
-                    records = rollout_records(batch, [result.score for result in of_row], 0, inputs.tokenizer)
-                    verdicts = ({"correct": r.correct, "answer": r.components.get("pred")} for r in of_row)
+                    pairs = zip(results, Episodes(batch).rows, strict=True)
+                    verdicts_by_row = [verdict for verdict, rows in pairs for _ in rows]
+                    records = rollout_records(batch, [v.score for v in verdicts_by_row], 0, inputs.tokenizer)
+                    verdicts = ({"correct": v.correct, "answer": v.components.get("pred")} for v in verdicts_by_row)
                     rows = (record | verdict for record, verdict in zip(records, verdicts, strict=True))
                     write_rollouts(files[first], rows)
 
     @cached_property
     def answers(self) -> list[Mapping[str, Any]]:
-        """One record a sample, the samples of a prompt together; of an episode of several rows the last."""
+        """One record a sample, the samples of a prompt together; of an episode of several rows the last, with the
+        policy's tokens of all as `tokens`."""
         records = [r for file in sorted(self.folder.glob("answers_*.jsonl")) for _, r in read_records(str(file))]
-        return [rows[-1] for rows in grouped(records, [r.get("episode", i) for i, r in enumerate(records)])]
+        episodes = grouped(records, [r.get("episode", i) for i, r in enumerate(records)])
+        return [rows[-1] | {"tokens": sum(sum(row["response_mask"]) for row in rows)} for rows in episodes]
 
     @cached_property
     def by_prompt(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
@@ -128,30 +146,30 @@ class _Policy:
             answers = [answer for answer in self.answers if answer["data_source"] == source]
             sources[source] = {
                 "prompts": len(next(iter(metrics.values()))),
-                "tokens": _mean([sum(answer["response_mask"]) for answer in answers]),
+                "tokens": _mean([answer["tokens"] for answer in answers]),
                 "cut": _mean([answer["finish_reason"] == "length" for answer in answers]),
                 "metrics": {name: _estimate(values) for name, values in metrics.items()},
             }
-        return {"name": self.name, "path": self.config.actor_rollout_ref.model.path, "sources": sources}
+        return {"name": self.name, "path": self.source, "sources": sources}
 
 
 def _policies(config: EvalConfig, out: Path) -> Iterator[_Policy]:
-    """Each model with a name that no other has; a checkpoint is exported first."""
+    """Each model with a name that no other has."""
     names: list[str] = []
     for path in [config.actor_rollout_ref.model.path, *(config.eval.others or [])]:
         parts = [part for part in Path(path).parts if part not in _NOT_IN_NAMES and part != "/"]
         name = parts[-1] if parts else path
         name += f"-{names.count(name) + 1}" if name in names else ""
         names.append(name)
-        folder = out / name
-        model = config.actor_rollout_ref.model
-        update = {"path": path} | ({"tokenizer_path": path} if model.tokenizer_path == model.path else {})
-        if (Path(path) / "manifest.json").exists():
-            if not (folder / "model").exists():
-                export_checkpoint(Path(path), folder / "model", "actor")
-            update = {key: str(folder / "model") for key in update}
-        policy = config.actor_rollout_ref.model_copy(update={"model": model.model_copy(update=update)})
-        yield _Policy(config.model_copy(update={"actor_rollout_ref": policy}), name, folder)
+        yield _Policy(_with_model(config, path), name, out / name)
+
+
+def _with_model(config: EvalConfig, path: str) -> EvalConfig:
+    """The tree of another policy; a tokenizer that was the model's own follows."""
+    model = config.actor_rollout_ref.model
+    paths = {"path": path} | ({"tokenizer_path": path} if model.tokenizer_path == model.path else {})
+    policy = config.actor_rollout_ref.model_copy(update={"model": model.model_copy(update=paths)})
+    return config.model_copy(update={"actor_rollout_ref": policy})
 
 
 def _comparisons(policies: Sequence[_Policy]) -> Iterator[dict[str, Any]]:

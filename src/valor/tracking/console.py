@@ -33,6 +33,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("val loss", ("val/loss",), ".4f"),
     ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
+_PROGRESS = "progress"  # name of the thread
 
 
 class _Console(Console):
@@ -118,14 +119,17 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """While the block runs, long phases of this process are told on the console."""
+    """While the block runs, long phases of this process are told on the console; a block in another changes nothing."""
+    if any(thread.name == _PROGRESS for thread in threading.enumerate()):
+        yield
+        return
     ended = threading.Event()
 
     def keep_showing() -> None:
         while not ended.wait(0.5):
             show_phases()
 
-    thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
+    thread = threading.Thread(target=keep_showing, name=_PROGRESS, daemon=True)
     thread.start()
     try:
         yield
