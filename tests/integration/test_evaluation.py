@@ -75,7 +75,9 @@ def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(overrides, sett
     assert valor(["ppo", *overrides(tmp_path / "run", *run)]) == 0
     validated = {k: v for k, v in read_metrics(tmp_path / "run")[-1].items() if k.startswith("val-core/")}
     checkpoint = tmp_path / "run" / "global_step_1"
-    assert valor(["eval", str(checkpoint), *settings, f"eval.out={tmp_path / 'out'}"]) == 0
+    line = ["eval", str(checkpoint), *settings, f"eval.out={tmp_path / 'out'}"]
+    assert valor([*line, "--dry-run"]) == 0 and not (tmp_path / "out").exists()
+    assert valor(line) == 0
     (policy,) = numbers(tmp_path / "out")["policies"]
     measured = {
         f"val-core/{source}/reward/{name}": estimate["value"]

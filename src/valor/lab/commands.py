@@ -13,7 +13,7 @@ from valor.arguments import PATH, command, option
 from valor.config import EvalConfig, PPOConfig
 from valor.config.command_line import overrides, read_arguments
 from valor.errors import UserError
-from valor.trainer.command import load_checked, run_command
+from valor.trainer.command import load_checked, run_command, trains
 
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 
@@ -59,12 +59,6 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     """MODEL… and key=value; the first model is `actor_rollout_ref.model.path`, the others are compared with it."""
     words = list(sys.argv[1:] if argv is None else argv)
     typed = shlex.join(["valor", "eval", *words])
-
-    def start(config: EvalConfig, _: str) -> int:
-        from valor.lab.evaluation import start
-
-        return start(config, typed)
-
     models = list[str]()
     with suppress(UserError):  # `run_command` says what is wrong
         models = [word for word in read_arguments(words).overrides if "=" not in word and word[:1] not in "-~"]
@@ -72,7 +66,10 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         words.remove(model)
     settings = {"actor_rollout_ref.model.path": models[0]} if models else {}
     settings |= {"eval.others": models[1:]} if len(models) > 1 else {}
-    return run_command("eval", EvalConfig, start, [*overrides(EvalConfig, settings), *words])
+    run = trains("valor.lab.evaluation:EvalRun")
+    return run_command(
+        "eval", EvalConfig, lambda config, _: run(config, typed), [*overrides(EvalConfig, settings), *words]
+    )
 
 
 def _config(model: str, settings: list[str]) -> PPOConfig:

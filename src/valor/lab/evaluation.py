@@ -35,31 +35,38 @@ _NOT_IN_NAMES = ("actor", "huggingface")
 _MARKDOWN_FILE, _NUMBERS_FILE, _PAGE_FILE = "eval.md", "eval.json", "eval.html"
 
 
-def start(config: EvalConfig, command: str) -> int:
-    """Answer, grade, and write numbers, table and page to `eval.out`."""
-    out = Path(config.eval.out)
-    with disk_errors(out), locked(out, say):
-        policies = list(_policies(config, out))
-        for policy in policies:  # what is wrong with one is said before any answers
-            policy.check()
-        for policy in policies:
-            policy.answer()
-        results = {
-            "command": command,
-            "data": config.data.val_files,
-            "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
-            "temperature": config.actor_rollout_ref.rollout.val_kwargs.effective_temperature,
-            "seed": config.trainer.seed,
-            "policies": [policy.measured() for policy in policies],
-            "comparisons": list(_comparisons(policies)),
-        }
-        write_atomically(out / _NUMBERS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n")
-        write_atomically(out / _PAGE_FILE, eval_page(results))
-        text = _markdown(results)
-        write_atomically(out / _MARKDOWN_FILE, text)
-    say(text)
-    say(str(out / _PAGE_FILE))
-    return 0
+class EvalRun:
+    """One evaluation."""
+
+    def __init__(self, config: EvalConfig, command: str) -> None:
+        self.config, self.command, self.placement = config, command, placed(config)
+
+    def fit(self) -> int:
+        """Answer, grade, and write numbers, table and page to `eval.out`."""
+        config, out = self.config, Path(self.config.eval.out)
+        sampling = config.actor_rollout_ref.rollout.val_kwargs
+        with disk_errors(out), locked(out, say):
+            policies = list(_policies(config, out))
+            for policy in policies:  # what is wrong with one is said before any answers
+                policy.check()
+            for policy in policies:
+                policy.answer()
+            results = {
+                "command": self.command,
+                "data": config.data.val_files,
+                "samples": sampling.n,
+                "temperature": sampling.effective_temperature,
+                "seed": config.trainer.seed,
+                "policies": [policy.measured() for policy in policies],
+                "comparisons": list(_comparisons(policies)),
+            }
+            write_atomically(out / _NUMBERS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n")
+            write_atomically(out / _PAGE_FILE, eval_page(results))
+            text = _markdown(results)
+            write_atomically(out / _MARKDOWN_FILE, text)
+        say(text)
+        say(str(out / _PAGE_FILE))
+        return 0
 
 
 class _Policy:

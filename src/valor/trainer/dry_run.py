@@ -11,11 +11,14 @@ from valor.collector.inputs import RunInputs, check_positions
 from valor.config import CriticRunConfig, EvalConfig, PPOConfig, RMConfig, SupervisedConfig, held_out
 from valor.data.files import count_rows, read_records
 from valor.data.sampler import PromptSampler
+from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import UserError
 from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
+from valor.trainer.checkpoints import MANIFEST_FILE
 from valor.trainer.checks import placed
+from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
@@ -29,12 +32,25 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
     The checks are those of the run's own start, on few rows; a model that would be downloaded is not examined.
     """
     lines = missing(config)
-    for check in _checks(held_out(config) if isinstance(config, EvalConfig) else config):
+    for check in _checks(_of_evaluation(config) if isinstance(config, EvalConfig) else config):
         try:
             check()
         except UserError as error:
             lines += str(error).splitlines()
     return list({line.partition(";")[0]: line for line in lines}.values())  # a missing file is told once
+
+
+def _of_evaluation(config: EvalConfig) -> PPOConfig:
+    """The tree of a run on the prompts; of a checkpoint its files of config and tokenizer, where a model has them."""
+    model, tree = config.actor_rollout_ref.model, held_out(config)
+    checkpoint = Path(model.path)
+    if not (checkpoint / MANIFEST_FILE).exists():
+        return tree
+    paths = {"path": str(checkpoint / "actor" / MODEL_CONFIG_DIR)}
+    if model.tokenizer_path in (None, model.path):
+        paths["tokenizer_path"] = str(checkpoint / TOKENIZER_DIR)
+    policy = config.actor_rollout_ref.model_copy(update={"model": model.model_copy(update=paths)})
+    return tree.model_copy(update={"actor_rollout_ref": policy})
 
 
 def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]:
