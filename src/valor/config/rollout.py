@@ -21,6 +21,7 @@ from valor.config.base import (
 )
 
 _AGENT = "actor_rollout_ref.rollout.agent"
+_PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
 
@@ -91,9 +92,9 @@ class MultiTurnConfig(Section):
     """Most turns of the policy in an episode; null: until data.max_response_length tokens."""
     max_user_turns: PositiveInt | None = key(None, _TURNS)
     """Most times that the policy is told something after the prompt; null sets no limit."""
-    tool_config_path: PathStr | None = key(None, ".enable")
+    tool_config_path: PathStr | None = key(None, {".enable": "", **_PLAYED})
     """YAML file that lists tools: class_name, config, tool_schema."""
-    function_tool_path: PathStr | None = key(None, ".enable")
+    function_tool_path: PathStr | None = key(None, {".enable": "", **_PLAYED})
     """Python file whose functions with @function_tool are tools."""
     max_parallel_calls: PositiveInt = key(1, ".enable")
     """Most calls of one turn that are answered; further ones are told so."""
@@ -156,7 +157,7 @@ class AgentConfig(Section):
 
     default_agent_loop: str | None = None
     """Loop of rows without agent_name; null: as environment, multi_turn.enable and do_search say, or one turn."""
-    agent_loop_config_path: PathStr | None = None
+    agent_loop_config_path: PathStr | None = key(None, _PLAYED)
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
     """Class, as file.py:Class: a TextEnvironment, or, with multi_turn.enable, one whose public methods are tools."""
