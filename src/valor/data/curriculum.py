@@ -108,13 +108,15 @@ class ClassSampler(PromptSampler):
             self._object = cls(data_source=rows, data_config=data)
         except Exception as error:
             raise self._error(f"cannot be made ({type(error).__name__}: {error})") from error
-        self._learns, self._has_state = (hasattr(self._object, name) for name in ("update", "state_dict"))
+        self._learns = hasattr(self._object, "update")
+        self._has_state = all(hasattr(self._object, name) for name in ("state_dict", "load_state_dict"))
         if not hasattr(self._object, "__iter__"):
             raise self._error("has no __iter__, which is to yield numbers of rows")
         if self._learns and not self._has_state:
             raise self._error("has update() and no state_dict() and load_state_dict(): a resumed run would go astray")
         self._numbers: Iterator[int] | None = None
         self.batches = 0
+        self.state_dict()  # a mistake in it is reported before the run
 
     def next_batch(self) -> list[int]:
         for _ in range(2):
