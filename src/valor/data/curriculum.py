@@ -2,8 +2,9 @@
 
 import json
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ class DifficultySampler(PromptSampler):
 
     Pool k holds the rows whose pass rate is at least `thresholds[k - 1]` and below `thresholds[k]`; a further pool
     those that have not been answered yet. A batch has no row twice, an epoch is as many draws as there are rows, and
-    no row is sure to be among them. Draws are a function of seed, number of the batch and pass rates.
+    no row is sure to be among them. Draws are a function of seed, `position` (draws so far) and pass rates.
     """
 
     def __init__(self, num_rows: int, batch_size: int, options: DifficultyConfig, *, seed: int = 0) -> None:
         super().__init__(num_rows, batch_size, seed=seed)
-        self._options, self.batches = options, 0
+        self._options = options
         self._rates: dict[int, float] = {}
         self._weights = np.full(num_rows, options.new_weight)
         ends = [f"{end:g}" for end in (0.0, *options.thresholds, 1.0)]
@@ -47,9 +48,9 @@ class DifficultySampler(PromptSampler):
 
     def next_batch(self) -> list[int]:
         """The rows with the smallest exponential variates, their rates the weights (Efraimidis and Spirakis 2006)."""
-        uniform = ((words(self.num_rows, self.seed, self.batches, DIFFICULTY_STREAM) >> 11) + 0.5) * 2.0**-53
-        self.batches += 1
-        self.epoch = (self.batches - 1) * self.batch_size // self.num_rows
+        uniform = ((words(self.num_rows, self.seed, self.position, DIFFICULTY_STREAM) >> 11) + 0.5) * 2.0**-53
+        self.epoch = self.position // self.num_rows
+        self.position += self.batch_size
         return np.argsort(-np.log(uniform) / self._weights, kind="stable")[: self.batch_size].tolist()
 
     def update(self, outcomes: Batch) -> dict[str, float]:
@@ -77,11 +78,10 @@ class DifficultySampler(PromptSampler):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches, "epoch": self.epoch, "rates": [*self._rates.items()]}
+        return {**super().state_dict(), "rates": [*self._rates.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._check_state(state, "rates")
-        self.batches, self.epoch = state["batches"], state["epoch"]
+        super().load_state_dict(state)
         for row, rate in state["rates"]:
             self._set(row, rate)
 
@@ -115,7 +115,6 @@ class ClassSampler(PromptSampler):
         if self._learns and not self._has_state:
             raise self._error("has update() and no state_dict() and load_state_dict(): a resumed run would go astray")
         self._numbers: Iterator[int] | None = None
-        self.batches = 0
         self.state_dict()  # a mistake in it is reported before the run
 
     def next_batch(self) -> list[int]:
@@ -123,9 +122,9 @@ class ClassSampler(PromptSampler):
             numbers = self._numbers = iter(self._object) if self._numbers is None else self._numbers
             batch = [self._checked(number) for _, number in zip(range(self.batch_size), numbers, strict=False)]
             if len(batch) == self.batch_size:
-                self.batches += 1
+                self.position += self.batch_size
                 return batch
-            self._numbers, self.epoch = None, self.epoch + 1
+            self._numbers, self.epoch, self.position = None, self.epoch + 1, 0
         raise self._error(f"yields fewer than a batch of {self.batch_size} rows in an epoch")
 
     def update(self, outcomes: Batch) -> dict[str, float]:
@@ -134,22 +133,26 @@ class ClassSampler(PromptSampler):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of an object without a state of its own, how many batches it gave: it gives them again."""
+        """With the object's own, if it has one."""
         own = self._object.state_dict() if self._has_state else None
         try:
             json.dumps(own)
         except (TypeError, ValueError) as error:
             raise self._error(f"state_dict() is not JSON ({error})") from None
-        return {"batches": self.batches, "epoch": self.epoch, "own": own}
+        return {**super().state_dict(), "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._check_state(state, "own")
+        """An object without a state of its own is iterated to where it was."""
+        self._check(state)
         if self._has_state:
             self._object.load_state_dict(state["own"])
-            self._numbers, self.batches, self.epoch = None, state["batches"], state["epoch"]
-            return
-        while self.batches < state["batches"]:
-            self.next_batch()
+            self._numbers = None
+        elif (self.epoch, self.position) != (state["epoch"], state["position"]):
+            for _ in range(state["epoch"]):
+                deque(self._object, 0)
+            self._numbers = iter(self._object)
+            deque(islice(self._numbers, state["position"]), 0)
+        super().load_state_dict(state)
 
     def _checked(self, number: Any) -> int:
         try:

@@ -99,9 +99,9 @@ class PromptSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, of a sampler of the same rows, seed and shuffling."""
-        self._check_state(state, "position")
+        self._check(state)
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def _check_state(self, state: Mapping[str, Any], name: str) -> None:
-        if name not in state:
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
             raise UserError("the checkpoint is of a run with another data.sampler: set it as there, or begin anew")
