@@ -3,8 +3,10 @@
 import json
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice, pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -104,10 +106,7 @@ class ClassSampler(PromptSampler):
         super().__init__(len(rows), batch_size, seed=data.seed)
         self._name = f"{data.sampler.class_path}:{data.sampler.class_name}"
         cls = load_object(self._name, _KEY)
-        try:
-            self._object = cls(data_source=rows, data_config=data)
-        except Exception as error:
-            raise self._error(f"cannot be made ({type(error).__name__}: {error})") from error
+        self._object = self._call("the class", partial(cls, data_source=rows, data_config=data))
         self._learns = hasattr(self._object, "update")
         self._has_state = all(hasattr(self._object, name) for name in ("state_dict", "load_state_dict"))
         if not hasattr(self._object, "__iter__"):
@@ -119,8 +118,8 @@ class ClassSampler(PromptSampler):
 
     def next_batch(self) -> list[int]:
         for _ in range(2):
-            numbers = self._numbers = iter(self._object) if self._numbers is None else self._numbers
-            batch = [self._checked(number) for _, number in zip(range(self.batch_size), numbers, strict=False)]
+            numbers = self._numbers = self._numbers or self._call("iter", iter, self._object)
+            batch = [self._checked(number) for number in self._call("iter", list, islice(numbers, self.batch_size))]
             if len(batch) == self.batch_size:
                 self.position += self.batch_size
                 return batch
@@ -129,12 +128,12 @@ class ClassSampler(PromptSampler):
 
     def update(self, outcomes: Batch) -> dict[str, float]:
         if self._learns:
-            self._object.update(outcomes)
+            self._call("update()", self._object.update, outcomes)
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """With the object's own, if it has one."""
-        own = self._object.state_dict() if self._has_state else None
+        own = self._call("state_dict()", self._object.state_dict) if self._has_state else None
         try:
             json.dumps(own)
         except (TypeError, ValueError) as error:
@@ -145,7 +144,7 @@ class ClassSampler(PromptSampler):
         """An object without a state of its own is iterated to where it was."""
         self._check(state)
         if self._has_state:
-            self._object.load_state_dict(state["own"])
+            self._call("load_state_dict()", self._object.load_state_dict, state["own"])
             self._numbers = None
         elif (self.epoch, self.position) != (state["epoch"], state["position"]):
             for _ in range(state["epoch"]):
@@ -156,12 +155,18 @@ class ClassSampler(PromptSampler):
 
     def _checked(self, number: Any) -> int:
         try:
-            row = int(number)
-        except (TypeError, ValueError):
+            row = index(number)
+        except TypeError:
             row = -1
         if not 0 <= row < self.num_rows:
             raise self._error(f"yields {number!r}, and rows are 0 to {self.num_rows - 1}")
         return row
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise self._error(f"fails in {name} ({type(error).__name__}: {error})") from error
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{_KEY}: {self._name} {problem}")

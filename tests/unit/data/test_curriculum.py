@@ -166,6 +166,12 @@ def test_a_class_in_verls_shape(own) -> None:
     )
 
 
+def test_what_fails_in_a_class_is_a_line(own) -> None:
+    sampler = own("Learning")
+    with pytest.raises(UserError, match=r"own.py:Learning fails in update\(\) \(KeyError"):
+        sampler.update(Batch({"row": torch.ones(2)}))
+
+
 def test_a_class_that_learns_keeps_its_own_state(own) -> None:
     sampler = own("Learning")
     assert sampler.next_batch() == [1, 2]
@@ -181,7 +187,7 @@ def test_a_class_that_learns_keeps_its_own_state(own) -> None:
     [
         ("Odd", r"own.py:Odd yields 'x', and rows are 0 to 6"),
         ("Short", r"own.py:Short yields fewer than a batch of 2 rows in an epoch"),
-        ("Broken", r"own.py:Broken cannot be made \(TypeError: .*data_source"),
+        ("Broken", r"own.py:Broken fails in the class \(TypeError: .*data_source"),
         ("Silent", r"own.py:Silent has no __iter__"),
         ("Forgetful", r"own.py:Forgetful has update\(\) and no state_dict\(\)"),
         ("Unwritable", r"own.py:Unwritable state_dict\(\) is not JSON"),
