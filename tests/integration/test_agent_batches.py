@@ -104,8 +104,11 @@ MORE = [
     pytest.param(
         ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "data.gen_batch_size=4"],
         id="dynamic sampling",
+        marks=pytest.mark.long,
     ),
-    pytest.param(["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"], id="remax"),
+    pytest.param(
+        ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"], id="remax", marks=pytest.mark.long
+    ),
 ]
 
 

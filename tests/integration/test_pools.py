@@ -91,7 +91,7 @@ def test_placement_says_who_shares_what():
         (["resource_pools={a: {roles: critic}, b: {roles: critic}}"], "critic is in a and in b"),
         (["resource_pools={a: {roles: ref}}"], "ref, which this run does not have"),
         (["resource_pools={a: {roles: critic}}", "trainer.controller=local"], "use ray"),
-        (["resource_pools={a: {roles: actor}}"], "'actor' is none of rollout, ref, critic, reward_model"),
+        (["resource_pools={a: {roles: actor}}"], "'actor' is none of rollout, ref, teacher, critic, reward_model"),
         ([f"{ROLLOUT}.nnodes=1", "resource_pools={gen: {roles: rollout}}"], "rollout is in gen and in rollout"),
         ([f"{ROLLOUT}.nnodes=1", "resource_pools={rollout: {roles: critic}}"], "resource_pools.rollout: that is the"),
         ([f"{ROLLOUT}.nnodes=1", "trainer.controller=local"], "rollout: a pool has processes of its own"),

@@ -65,18 +65,15 @@ def gae(
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
-        actor_lambda, critic_lambda = lambdas
         by_row = _lam_by_row(adaptive_lam_alpha, lam_positions, response_mask)
-        advantages, returns = token_gae(
-            rewards, values, response_mask, gamma, (actor_lambda if by_row is None else by_row, critic_lambda), end
-        )
+        of_rows = (lambdas[0] if by_row is None else by_row, lambdas[1])
+        advantages, returns = token_gae(rewards, values, response_mask, gamma, of_rows, end)
     else:
         if adaptive_lam_alpha is not None or lam_positions:
             raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")
         turns = Turns(turn_ids, response_mask)
         assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
-        turn_discounts = (gamma_turn, lam_turn)
-        advantages, returns = _turn_gae(gae_unit, rewards, values, turns, turn_discounts, gamma, lambdas, end)
+        advantages, returns = _turn_gae(gae_unit, rewards, values, turns, (gamma_turn, lam_turn), gamma, lambdas, end)
     return masked_whiten(advantages, response_mask, scope=whitening), returns
 
 

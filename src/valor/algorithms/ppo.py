@@ -112,14 +112,8 @@ def policy_loss(
         num_sequences=num_sequences,
         sequence_lengths=sequence_lengths,
     )
-    common = {
-        "inputs": inputs,
-        "turn_ids": turn_ids,
-        "sequence_log_ratio": sequence_log_ratio,
-        "clip_ratio_low": clip_ratio_low,
-        "clip_ratio_high": clip_ratio_high,
-        "clip_ratio_c": clip_ratio_c,
-    }
+    common: dict[str, Any] = {"inputs": inputs, "turn_ids": turn_ids, "sequence_log_ratio": sequence_log_ratio}
+    common |= {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     loss, metrics = entry.call(common, options)
     return loss, {key: torch.as_tensor(value).detach() for key, value in metrics.items()}
 

@@ -3,7 +3,9 @@ verl's spellings in it are read as the keys that they mean."""
 
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -77,6 +79,26 @@ def _composed(
     folder = Path(line.config_path).expanduser().resolve() if line.config_path is not None else None
     if folder is not None and not folder.is_dir():
         raise UserError(f"--config-path {line.config_path}: there is no such folder")
+    # Hydra copies its whole store to say whether a key is a group, and several times to compose.
+    may_be_groups = [override for override in overrides if override.package or "." not in override.key_or_group]
+    if folder is None and not may_be_groups:
+        config, groups, notes, presets = deepcopy(_built_in(root, name))
+    else:
+        config, groups, notes, presets = _compose(root, folder, name, may_be_groups)
+    reading.notes += notes
+    reading.presets = {preset: [] for preset in presets}
+    return config, [override for override in overrides if override not in groups]
+
+
+Composed = tuple[DictConfig, list[Override], list[str], list[str]]  # its groups, notes, presets
+
+
+@cache
+def _built_in(root: type[BaseModel], name: str) -> Composed:
+    return _compose(root, None, name, [])
+
+
+def _compose(root: type[BaseModel], folder: Path | None, name: str, may_be_groups: Sequence[Override]) -> Composed:
     store = ConfigStore.instance()
     for built_in, node in config_nodes(root).items():
         store.repo.pop(f"{built_in}.yaml", None)
@@ -86,18 +108,16 @@ def _composed(
         loader = GlobalHydra.instance().config_loader()
         groups = [
             override
-            for override in overrides
+            for override in may_be_groups
             if override.package is not None or loader.get_group_options(override.key_or_group)
         ]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = compose(config_name=name, overrides=[group.input_line or "" for group in groups])
-        reading.notes += [_first_line(warning.message) for warning in caught]
         chosen = loader.compute_defaults_list(name, [], RunMode.RUN).defaults
     used = [node.config_path for node in chosen if f"{node.config_path}.yaml" in store.repo]
-    reading.presets = {preset: [] for preset in used if preset in PRESETS}
     OmegaConf.set_struct(config, False)
-    return config, [override for override in overrides if override not in groups]
+    return config, groups, [_first_line(warning.message) for warning in caught], [u for u in used if u in PRESETS]
 
 
 def _apply(root: type[BaseModel], config: DictConfig, override: Override, reading: Reading) -> None:

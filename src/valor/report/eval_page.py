@@ -96,5 +96,5 @@ def _metrics(name: str, source: str, policies: Sequence[Mapping[str, Any]]) -> F
     names = list(dict.fromkeys(name for metrics in by_policy for name in metrics))
     rows = [[name, *(_with_interval(metrics.get(name)) for metrics in by_policy)] for name in names]
     numbers = ["metric", *(policy["name"] for policy in policies)], rows
-    layout = {"xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}, "height": 280}
+    layout = {"scattermode": "group", "xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}, "height": 280}
     return figure(name, source, "Means over prompts with their 95 % intervals.", traces, layout, numbers)

@@ -27,24 +27,13 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     """UserError: an architecture that is not in `MODEL_TYPES`, sizes that do not divide it, fields that do not fit."""
     config, sizes = hf.config, megatron.sizes
     _refuse_what_is_missing(hf, config)
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    experts = num_experts(config)
-    overrides = megatron.override_transformer_config
-    uneven = any(name.startswith(("num_layers_in_", "pipeline_model_parallel_layout")) for name in overrides)
-    for what, count, size in (
-        ("key-value heads", groups, sizes["tensor"]),
-        ("heads of a process", heads // sizes["tensor"], sizes["context"]),
-        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"]),
-        ("experts", experts, sizes["expert"]),
-    ):
-        if count % size:
-            raise UserError(f"megatron: {size} parallel parts do not divide the model's {count} {what}")
-    dtype = getattr(torch, megatron.dtype)
+    _check_sizes(config, megatron)
+    heads, experts, dtype = config.num_attention_heads, num_experts(config), getattr(torch, megatron.dtype)
     keys: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": heads,
-        "num_query_groups": groups,
+        "num_query_groups": config.num_key_value_heads,
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "ffn_hidden_size": config.intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
@@ -84,9 +73,23 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     if recompute:
         keys |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**(keys | overrides))
+        return TransformerConfig(**(keys | megatron.override_transformer_config))
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"megatron-core refuses this model, or override_transformer_config: {error}") from error
+
+
+def _check_sizes(config: Any, megatron: MegatronConfig) -> None:
+    """UserError: parallel parts that do not divide what they share."""
+    sizes, overrides = megatron.sizes, megatron.override_transformer_config
+    uneven = any(name.startswith(("num_layers_in_", "pipeline_model_parallel_layout")) for name in overrides)
+    for what, count, size in (
+        ("key-value heads", config.num_key_value_heads, sizes["tensor"]),
+        ("heads of a process", config.num_attention_heads // sizes["tensor"], sizes["context"]),
+        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"]),
+        ("experts", num_experts(config), sizes["expert"]),
+    ):
+        if count % size:
+            raise UserError(f"megatron: {size} parallel parts do not divide the model's {count} {what}")
 
 
 def num_experts(config: Any) -> int:
