@@ -21,7 +21,6 @@ from valor.config.base import (
 )
 
 _AGENT = "actor_rollout_ref.rollout.agent"
-_PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
 _PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
