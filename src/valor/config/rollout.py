@@ -144,7 +144,7 @@ class CompactionConfig(Section):
         ".enable",
     )
     """What the policy is asked then."""
-    summary: str = key("Your notes of the conversation so far:\n{summary}\n", ".enable")
+    summary: str = key("Your notes of the conversation so far: {summary}", ".enable")
     """How it reads its summary, at the end of the first message."""
 
     def contradictions(self, at: str) -> Iterator[str]:
