@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import assert_same_run
+from runs import assert_same_run, assert_same_weights
 
 from valor.trainer.main_ppo import main
 
@@ -133,3 +133,31 @@ def test_the_speed_of_tools_changes_nothing(play, tmp_path):
     assert play("one") == 0
     assert play("two") == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_cut_rows_are_trained_replayed_and_resumed(play, tmp_path):
+    """Compaction in the loop of tools: exact log-probs, and the same bits from records and from a checkpoint."""
+    agent = "actor_rollout_ref.rollout.agent"
+    options = ["enable=true", "turn_length=8", "summary_length=6", "request=12+", "summary='{summary}='"]
+    cuts = [f"{agent}.compaction.{option}" for option in options]
+    cuts += ["actor_rollout_ref.rollout.max_model_len=60", "trainer.test_freq=-1", "data.max_response_length=28"]
+    cuts += ["actor_rollout_ref.rollout.multi_turn.max_assistant_turns=6"]
+    keep = [f"trainer.episode_data_dir={tmp_path / 'kept'}", "trainer.save_freq=1", "trainer.log_generations=8"]
+    assert play("first", *cuts, *keep) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()][-2:]
+    for row in metrics:
+        assert row["episode/compactions"] > 0 and row["episode/compacted_tokens"] > 0
+        assert row["training/rollout_log_probs_diff_max"] < 1e-5 and row["episode/failed"] == 0
+    records = [json.loads(line) for line in (tmp_path / "kept" / "1.jsonl").read_text().splitlines()]
+    cut = [(record, cut["turn"]) for record in records for cut in record["info"]["compactions"]]
+    assert cut and all(record["turns"][turn]["prompt_ids"] for record, turn in cut)
+    samples = [json.loads(line) for line in (tmp_path / "first" / "samples" / "step_1.jsonl").read_text().splitlines()]
+    shown = [sample["episode"].get("compactions", []) for sample in samples]
+    assert shown == [record["info"]["compactions"] for record in records]
+
+    again = [f"{agent}.replay_dir={tmp_path / 'kept'}"]
+    assert main(play.command("second", tmp_path / "gone.py", *cuts, *again)) == 0
+    checkpoint = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'first' / 'global_step_1'}"]
+    assert play("third", *cuts, *checkpoint) == 0
+    for name in ("second", "third"):
+        assert_same_weights(tmp_path / "first", tmp_path / name)

@@ -91,14 +91,13 @@ class Conversation:
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._chat, self._tools = chat, chat.safe(tools)
-        self.messages: list[Message] = list(messages)
-        if "opening" in messages[-1]:
-            last = dict(messages[-1])
-            parts = (last.get("content"), chat.safe(last.pop("opening")))
-            self.messages[-1] = {**last, "content": "\n".join(part for part in parts if part)}
-        self._text = chat.render(self.messages, self._tools)  # up to where the policy is to speak
-        self.token_ids = chat.ids(self._text)
-        self._answer, self._end = "", ""
+        self._begin(messages)
+        self._first = self.messages
+
+    def restart(self, text: str) -> list[int]:
+        """Begin anew with the first messages, and a text of others at the end of the last one; returns the prompt."""
+        self._begin([*self._first[:-1], {**self._first[-1], "opening": text}])
+        return self.token_ids
 
     def answer(self, output: Output) -> str:
         """Add the policy's turn; returns its text without the token that ended it."""
@@ -133,6 +132,16 @@ class Conversation:
         ids = self._chat.ids(self._text[start:])
         self.token_ids += ids
         return ids
+
+    def _begin(self, messages: Sequence[Message]) -> None:
+        self.messages: list[Message] = list(messages)
+        if "opening" in messages[-1]:
+            last = dict(messages[-1])
+            parts = (last.get("content"), self._chat.safe(last.pop("opening")))
+            self.messages[-1] = {**last, "content": "\n".join(part for part in parts if part)}
+        self._text = self._chat.render(self.messages, self._tools)  # up to where the policy is to speak
+        self.token_ids = self._chat.ids(self._text)
+        self._answer, self._end = "", ""
 
     def _end_of_answer(self, before: str) -> int | None:
         """Where, in the text, the token ends that ended the answer to `before`. None: the text has another answer, or

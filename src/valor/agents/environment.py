@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from valor.agents.chat import Conversation, Message
+from valor.agents.compaction import Compaction
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
@@ -85,6 +86,7 @@ class EnvironmentLoop(AgentLoop):
         self._name = rollout.agent.environment
         self._make = find_environment(self._name, rollout.agent.environment_kwargs)
         self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
+        self._compaction = Compaction(context) if rollout.agent.compaction.enable else None
         trial = partial(self._call, self._make(), asyncio.Lock())  # a mistake is reported before the run
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
             thread.submit(asyncio.run, release(trial("close"))).result()
@@ -100,7 +102,7 @@ class EnvironmentLoop(AgentLoop):
                 messages = self.chat.safe(list(opening))
             talk = Conversation(self.chat, messages)
             play = self.play(task, generate, talk.token_ids)
-            reason = await converse(play, talk, partial(self._answer, play, call))
+            reason = await converse(play, talk, partial(self._answer, play, call), self._compaction)
             outcome = await call("score")
         finally:
             await release(call("close"))
@@ -120,7 +122,7 @@ class EnvironmentLoop(AgentLoop):
         play.reward(float(reward))
         if done or finish_reason != "stop":
             return "stop" if done else finish_reason
-        if len(play.turns) >= self._most_turns:
+        if play.num_turns >= self._most_turns:
             return "turns"
         return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 

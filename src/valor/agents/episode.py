@@ -228,16 +228,20 @@ def episode_metrics(batch: Batch) -> dict[str, Any]:
         return {}
     rows = Episodes(batch).rows
     firsts, lasts, count = [numbers[0] for numbers in rows], [numbers[-1] for numbers in rows], max(len(rows), 1)
-    calls = [call for row in firsts for call in batch.objects["episode_info"][row].get("calls", ())]
+    infos = [batch.objects["episode_info"][row] for row in firsts]
+    calls = [call for info in infos for call in info.get("calls", ())]
     errors = [call["error"] for call in calls if call["error"] is not None]
     ends = [batch.objects["finish_reason"][row] for row in firsts]
     policy_tokens = batch["response_mask"].sum()
+    cuts = [cut for info in infos for cut in info.get("compactions", ())]
+    compactions = {"compactions": len(cuts), "compacted_tokens": sum(cut["tokens"] for cut in cuts)}
     sums = {
         "rows": len(batch),
         "cut_off": sum(end in ("length", "turns") for end in ends),
         "failed": ends.count("abort"),
         "policy_tokens": float(policy_tokens),
         "observation_tokens": float(batch["response_lengths"].sum() - policy_tokens),
+        **(compactions if any("compactions" in info for info in infos) else {}),
         "tool_calls": len(calls),
         "tool_errors": len(errors),
         "tool_seconds": sum(call["seconds"] for call in calls),

@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
 from valor.agents.formats import BadCall, Format, Parsed, ToolCall
 from valor.agents.gateway_requests import essence, read_limit, read_messages
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
-from valor.agents.loops import Generate, Limits, Play, Task
+from valor.agents.loops import Generate, Limits, Play, Task, copied
 from valor.errors import UserError
 from valor.rollout.base import FinishReason
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -130,7 +128,7 @@ class Session:
         messages, tools, limit = read_messages(request), request.get("tools") or (), read_limit(request)
         async with self._turns:
             state = self._state
-            state = replace(state, request=request, tools=tools, play=_copied(state.play), talk=_copied(state.talk))
+            state = replace(state, request=request, tools=tools, play=copied(state.play), talk=copied(state.talk))
             play, talk = self._observe(state, messages)
             output = await play.turn(most=limit)
             offered = () if request.get("tool_choice") == "none" else tools
@@ -284,14 +282,6 @@ async def _client_gone(http: Request) -> None:
 def _tell_hidden_tools(chat: Chat) -> None:
     if not chat.shows_tools:
         logger.warning("the chat template leaves out the tools of requests: the model never reads them")
-
-
-def _copied(value: _T) -> _T:
-    """A copy of a Play or a Conversation that can go on without changing the original."""
-    made = copy(value)
-    if value is not None:
-        vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
-    return made
 
 
 def _streamed(reply: dict[str, Any]) -> Response:

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
@@ -12,6 +13,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.rollout.base import Output, SamplingParams, StopTexts
 
+_T = TypeVar("_T")
 Generate = Callable[[Sequence[int], SamplingParams, EpisodeKey], Awaitable[Output]]
 
 
@@ -55,11 +57,19 @@ class Play:
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
         self._said: dict[str, str] = {}
+        self.cuts: list[dict[str, int]] | None = None
+        """Where rows were cut: number of the turn that is the summary, and tokens that the policy reads less after it.
+        None: rows are not cut."""
 
     @property
     def room(self) -> int:
         """How many tokens the present row may still get."""
         return min(self._limits.response - (len(self.row) - self._row_prompt), self._limits.model - len(self.row))
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy without its summaries."""
+        return len(self.turns) - len(self.cuts or ())
 
     async def turn(self, *, most: int | None = None, stop: StopTexts | None = None) -> Output:
         """Let the policy speak, in at most `most` tokens."""
@@ -72,26 +82,34 @@ class Play:
         self._observed, self._new_prompt = (), None
         return output
 
-    def observe(self, token_ids: Sequence[int]) -> bool:
-        """Append what the policy is told. False: that leaves no room for a further turn, and nothing was appended."""
-        if self.room <= len(token_ids):
+    def observe(self, token_ids: Sequence[int], least: int = 1) -> bool:
+        """Append what the policy is told. False: that leaves less room than `least`, and nothing was appended."""
+        if self.room - len(token_ids) < least:
             return False
         self.row = [*self.row, *token_ids]
         self._observed = (*self._observed, *token_ids)
         return True
 
-    def new_row(self, prompt_ids: Sequence[int]) -> bool:
-        """Go on in a row of its own with this prompt. False: the prompt leaves no room for a further turn."""
-        if self._limits.model <= len(prompt_ids):
+    def new_row(self, prompt_ids: Sequence[int], least: int = 1) -> bool:
+        """Go on in a row of its own with this prompt. False: the prompt leaves less room than `least`."""
+        if self._limits.model - len(prompt_ids) < least:
             return False
         self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
         self._observed, self._new_prompt = (), tuple(prompt_ids)
         return True
 
-    def tell(self, talk: Conversation, messages: Sequence[Message]) -> bool:
+    def tell(self, talk: Conversation, messages: Sequence[Message], least: int = 1) -> bool:
         """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
         observation = talk.tell(messages)
-        return self.new_row(talk.token_ids) if observation is None else self.observe(observation)
+        return self.new_row(talk.token_ids, least) if observation is None else self.observe(observation, least)
+
+    def cut(self, prompt_ids: Sequence[int], least: int) -> bool:
+        """Go on from the summary that is the last turn, in a new row with this prompt. False: as of `new_row`."""
+        cut = {"turn": len(self.turns), "tokens": len(self.row) - len(prompt_ids)}
+        if not self.new_row(prompt_ids, least):
+            return False
+        self.cuts = [*(self.cuts or ()), cut]
+        return True
 
     def say(self, text: str) -> None:
         """What graders read of the last turn, if that is not all of it: its text without its calls."""
@@ -102,6 +120,7 @@ class Play:
 
     def end(self, reason: EpisodeEnd, outcome: float | None = None, info: Mapping[str, Any] | None = None) -> Episode:
         info = {**(info or {}), **({"said": self._said} if self._said else {})}
+        info |= {} if self.cuts is None else {"compactions": self.cuts}
         return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info)
 
 
@@ -136,6 +155,14 @@ class AgentLoop(ABC):
         """An episode to write turns into, from the task's prompt or another one."""
         prompt_ids = task.prompt_ids if prompt_ids is None else prompt_ids
         return Play(task, generate, self.context.limits, prompt_ids)
+
+
+def copied(value: _T) -> _T:
+    """A copy of a Play or a Conversation that can go on without changing the original."""
+    made = copy(value)
+    if value is not None:
+        vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
+    return made
 
 
 LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContext and keyword arguments

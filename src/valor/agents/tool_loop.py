@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from valor.agents.chat import Conversation, Message
+from valor.agents.compaction import Compaction
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import FORMATS, Call, ToolCall
-from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import Toolbox, ToolResult, Toolset
 from valor.rollout.base import FinishReason
@@ -27,6 +28,7 @@ class ToolLoop(AgentLoop):
         )
         self._toolset = Toolset(sources, multi)
         self._parse, self._most_turns = FORMATS[multi.format], multi.most_turns
+        self._compaction = Compaction(context) if agent.compaction.enable else None
         self.schemas = self._toolset.schemas
         self.grades = any(source.judges for source in sources)
 
@@ -37,7 +39,7 @@ class ToolLoop(AgentLoop):
             messages = with_opening(task.row["messages"], await toolbox.open(task.row))
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
-            reason = await converse(play, talk, partial(self._answer, play, toolbox, calls))
+            reason = await converse(play, talk, partial(self._answer, play, toolbox, calls), self._compaction)
             reward = await toolbox.rewards()
         finally:
             await toolbox.close()
@@ -53,7 +55,7 @@ class ToolLoop(AgentLoop):
             play.say(content)
         if finish_reason != "stop" or not calls:
             return finish_reason
-        if len(play.turns) >= self._most_turns:
+        if play.num_turns >= self._most_turns:
             return "turns"
         results = await toolbox.call_all(calls)
         for call, result in zip(calls, results, strict=False):
@@ -63,19 +65,29 @@ class ToolLoop(AgentLoop):
 
 
 async def converse(
-    play: Play, talk: Conversation, answer: Callable[[str, FinishReason], Awaitable[list[Message] | EpisodeEnd]]
+    play: Play,
+    talk: Conversation,
+    answer: Callable[[str, FinishReason], Awaitable[list[Message] | EpisodeEnd]],
+    compaction: Compaction | None = None,
 ) -> EpisodeEnd:
     """Alternate turns of the policy with `answer(text, finish_reason)`: messages, or why the episode ends here."""
-    if play.room < 1:
+    play.cuts = None if compaction is None else []
+    if play.room < (1 if compaction is None else compaction.least):
         size = f"it begins with {len(play.row)} tokens"
         raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")
     while True:
-        output = await play.turn()
+        cuts = compaction if compaction is not None and compaction.applies(play) else None
+        output = await play.turn(most=play.room - (0 if cuts is None else cuts.reserve))
         reply = await answer(talk.answer(output), output.finish_reason)
         if not isinstance(reply, list):
             return reply
-        if not play.tell(talk, reply):
-            return "length"
+        before = talk if cuts is None else copied(talk)
+        if play.tell(talk, reply, 1 if cuts is None else cuts.least):
+            continue
+        end = "length" if cuts is None else await cuts.cut(play, before, reply)
+        if end is not None:
+            return end
+        talk = before
 
 
 def with_opening(messages: Sequence[Message], opening: str | None) -> list[Message]:

@@ -19,6 +19,7 @@ from valor.collector.supply import BatchSupply, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
+from valor.data.curriculum import outcomes
 from valor.data.prompts import PromptRow
 from valor.errors import StepRefused, TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
@@ -67,6 +68,7 @@ class Collector:
         parts: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
+        uids: list[str] = []
         prompts = 0
         while prompts < wanted:
             if parts:
@@ -75,7 +77,9 @@ class Collector:
             if line := _failing_tool(batch, self.rollout.multi_turn.max_tool_error_ratio):
                 self._say(line)
             results += graded
-            sources += last_rows(batch).objects["data_source"]
+            ends = last_rows(batch).objects
+            sources += ends["data_source"]
+            uids += ends["uid"]
             parts.append(_informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
             prompts += len(Episodes(parts[-1]).rows) // self.rollout.n
         metrics: dict[str, Any]
@@ -92,6 +96,8 @@ class Collector:
                 "training/filter_groups/surplus_prompts": prompts - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
+        scores, correct = [r.score for r in results], [r.correct for r in results]
+        metrics |= self.inputs.sampler.update(outcomes(uids, self.inputs.train, scores, correct))
         batch = parts[0]
         if len(parts) > 1 or prompts > wanted:
             batch = Batch.concat(parts)

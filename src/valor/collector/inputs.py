@@ -9,10 +9,10 @@ from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
+from valor.data.curriculum import training_sampler
 from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
-from valor.data.sampler import PromptSampler
 from valor.data.templates import ask_template, end_tokens, keeps, parts_of
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
@@ -42,7 +42,7 @@ class RunInputs:
         ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=answers)
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
-        self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
+        self.sampler = training_sampler(data, self.train, at_once)
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:

@@ -13,7 +13,7 @@ _POLICY_UPDATE = """
     actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.p*loss.* actor_rollout_ref.actor.clip_*
     actor_rollout_ref.actor.*entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.actor.positive*
     actor_rollout_ref.ref.* actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_*
-    actor_rollout_ref.rollout.agent.replay_dir data.gen_batch_size
+    actor_rollout_ref.rollout.agent.replay_dir data.gen_batch_size data.sampler.*
     algorithm.* !algorithm.gamma !algorithm.custom_path !algorithm.reward_[bt]*
     trainer.critic_warmup trainer.val_* trainer.test_freq trainer.keep_best trainer.log_* trainer.*_data_dir
     trainer.rollout_probs_diff_warn

@@ -1,10 +1,11 @@
 """`data`: prompt files, lengths and batch sizes."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, Seed, inherits, key, section
+from valor.config.base import PathList, PathStr, Section, Seed, Share, inherits, key, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -37,10 +38,49 @@ class CustomClsConfig(Section):
     """Class in it."""
 
 
+class DifficultyConfig(Section):
+    """Rows by how often their answers were right lately, in place of each row once an epoch."""
+
+    enable: bool = False
+    """Draw rows with probabilities in the ratio of their pools' weights."""
+    thresholds: list[Share] = key([0.1, 0.9], ".enable")
+    """Pass rates, ascending, that divide the rows into pools."""
+    weights: list[PositiveFloat] = key([0.2, 1.0, 0.2], ".enable")
+    """Weight of a row in each pool, from the hardest to the easiest."""
+    new_weight: PositiveFloat = key(1.0, ".enable")
+    """Weight of a row that has not been answered yet."""
+    smoothing: Share = key(0.5, ".enable")
+    """Share of its earlier pass rate in that of a row that is answered again."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if sorted(set(self.thresholds)) != self.thresholds:
+            yield f"{at}thresholds={self.thresholds} must ascend"
+        if len(self.weights) != len(self.thresholds) + 1:
+            pools = f"{len(self.thresholds)} thresholds make {len(self.thresholds) + 1} pools"
+            yield f"{at}weights={self.weights}: {pools}, each with a weight"
+
+
+class PromptSamplerConfig(Section):
+    """Which rows come next: with all keys at their defaults each row once an epoch, by data.shuffle and data.seed."""
+
+    class_path: PathStr | None = None
+    """Python file, or module, with a sampler of your own."""
+    class_name: str | None = key(None, ".class_path")
+    """Class in it, called as class_name(data_source=..., data_config=...); its items are numbers of rows."""
+    difficulty: DifficultyConfig = section(DifficultyConfig)
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.class_path is not None and self.class_name is None:
+            yield f"{at}class_path={self.class_path} needs {at}class_name, a class in it"
+        if self.class_path is not None and self.difficulty.enable:
+            yield f"{at}class_path and {at}difficulty.enable are two samplers: drop one"
+
+
 class DataConfig(FilesConfig):
     """Prompts: where they are, how they are read, how many go into a step."""
 
     custom_cls: CustomClsConfig = section(CustomClsConfig)
+    sampler: PromptSamplerConfig = section(PromptSamplerConfig)
     reward_fn_key: str = "data_source"
     """Column by which a grader is chosen."""
     max_prompt_length: PositiveInt = 512
@@ -61,3 +101,7 @@ class DataConfig(FilesConfig):
     """Leave out prompts longer than max_prompt_length."""
     truncation: Truncation = "error"
     """What happens to a prompt that is too long and was not filtered: stop, or cut that part."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.sampler.difficulty.enable and not self.shuffle:
+            yield f"{at}shuffle=false keeps rows in order, and {at}sampler.difficulty draws them: drop one"

@@ -21,6 +21,7 @@ from valor.config.base import (
 )
 
 _AGENT = "actor_rollout_ref.rollout.agent"
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
 _PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 
@@ -126,6 +127,31 @@ class GatewayConfig(Section):
     """Seconds that an episode may take."""
 
 
+class CompactionConfig(Section):
+    """Where a row has no room for a further turn the policy writes a summary, and goes on from that in a new row."""
+
+    enable: bool = key(False, _TURNS.replace(".enable", _MULTI_TURN, 1))
+    """Cut rows in loops of tools and of text environments."""
+    turn_length: PositiveInt = key(256, ".enable")
+    """Tokens that a turn must have left; with less the policy is asked for a summary."""
+    summary_length: PositiveInt = key(256, ".enable")
+    """Longest summary in tokens, which turns leave free."""
+    max_compactions: PositiveInt = key(8, ".enable")
+    """Most summaries of an episode; its last row goes on to the limits as without them."""
+    request: str = key(
+        "There is no room for a longer conversation. Write down what you need to go on: what you know, what you have "
+        "done, and what is left to do. You will read your notes after the first message, and nothing else.",
+        ".enable",
+    )
+    """What the policy is asked then."""
+    summary: str = key("Your notes of the conversation so far: {summary}", ".enable")
+    """How it reads its summary, at the end of the first message."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if "{summary}" not in self.summary:
+            yield f"{at}summary has no {{summary}}, so the policy would not read what it has written: add it"
+
+
 class AgentConfig(Section):
     """Who carries an episode through its turns."""
 
@@ -137,6 +163,7 @@ class AgentConfig(Section):
     """Class, as file.py:Class: a TextEnvironment, or, with multi_turn.enable, one whose public methods are tools."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
+    compaction: CompactionConfig = section(CompactionConfig)
     gateway: GatewayConfig = section(GatewayConfig)
     max_concurrent_episodes: PositiveInt = 512
     """Most episodes under way at once in one process."""

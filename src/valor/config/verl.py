@@ -206,7 +206,6 @@ reward.reward_manager.source ! managers are built in: naive (or prime, the same)
 skip.* {R}.(skip.* skip_rollout skip_dump_dir) ! rollouts are not cached
 data.(image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*) ! training is on
     text
-data.sampler.* ! sampling of prompts is data.shuffle and data.seed
 data.tools_key ! tools are read from the column 'tools': rename it
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*

@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
@@ -111,6 +112,14 @@ class PromptDataset(Sequence[PromptRow]):
         number, ids, row = self._rows[i]
         kwargs = self._template_kwargs(row)
         return PromptRow(number, ids.tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info, kwargs)
+
+    def number_of(self, uid: str) -> int:
+        """The number here of the prompt of a sample."""
+        return self._number_of[int(uid.rpartition(":")[2])]
+
+    @cached_property
+    def _number_of(self) -> dict[int, int]:
+        return {index: number for number, (index, _, _) in enumerate(self._rows)}
 
     def _template_kwargs(self, row: DataRow) -> Mapping[str, Any]:
         if self._tools_of is None:

@@ -3,15 +3,22 @@
 All randomness is a function of a key, so that a resumed run draws what the uninterrupted one would have drawn.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from valor.errors import UserError
 
+if TYPE_CHECKING:
+    from valor.data.batch import Batch
+
 # Third words of random keys (seed, 0, stream): an epoch's order has the key (seed, epoch), the same as a third word 0.
 SUBSET_STREAM = 1
+DIFFICULTY_STREAM = 2
 
 
 def shuffled(num_rows: int, *key: int) -> np.ndarray:
@@ -19,8 +26,12 @@ def shuffled(num_rows: int, *key: int) -> np.ndarray:
 
     Raw Philox words are sorted: NumPy guarantees the bit stream of a generator, but not what `permutation` makes of it.
     """
-    words = np.random.Philox(np.random.SeedSequence(key)).random_raw(num_rows)
-    return np.argsort(words, kind="stable")
+    return np.argsort(words(num_rows, *key), kind="stable")
+
+
+def words(count: int, *key: int) -> np.ndarray:
+    """Random integers below 2^64."""
+    return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
 def keyed_generator(*key: int) -> torch.Generator:
@@ -79,9 +90,18 @@ class PromptSampler:
         self.position += len(rows)
         return rows
 
-    def state_dict(self) -> dict[str, int]:
+    def update(self, outcomes: Batch) -> dict[str, float]:
+        """Learn from the graded samples of a step (`valor.data.curriculum.outcomes`); returns metrics."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, of a sampler of the same rows, seed and shuffling."""
+        self._check(state)
         self.epoch, self.position = state["epoch"], state["position"]
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
+            raise UserError("the checkpoint is of a run with another data.sampler: set it as there, or begin anew")

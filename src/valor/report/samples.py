@@ -13,7 +13,7 @@ from valor.report.skeleton import short
 
 SIGNALS = {"advantages": "Advantage", "values": "Value", "log_probs": "Surprise"}
 _NUMBERS = {"advantage": "advantages", "value": "values", "return": "returns", "log-prob": "log_probs"}
-_PART: dict[str, Any] = {"prompt": None, "title": "", "told": False, "calls": []}
+_PART: dict[str, Any] = {"prompt": None, "rewritten": "", "title": "", "told": False, "calls": []}
 _ENDS = {"stop": "itself", "length": "the limit on tokens", "turns": "the limit on turns", "abort": "an error"}
 
 
@@ -89,13 +89,18 @@ def _parts(record: Mapping[str, Any], tokens: Sequence[dict[str, str]]) -> list[
     """An episode's tokens by turn and row, each turn of the policy with its calls."""
     episode, turns, parts, last = record["episode"], record["turns"], [], 0
     prompts = {row["at"]: row["prompt"] for row in episode["rows"]}
+    cuts = {cut["turn"]: cut["tokens"] for cut in episode.get("compactions", ())}
     for (turn, _), group in groupby(range(len(tokens)), lambda i: (turns[i], sum(at <= i for at in prompts))):
         indices = list(group)
         part = _PART | {"tokens": [tokens[i] for i in indices], "prompt": prompts.get(indices[0])}
+        part["rewritten"] = "The chat template has rewritten what came before"
+        if last in cuts:
+            part["rewritten"] = f"Cut here, {cuts[last]} tokens shorter: the policy goes on from its summary"
         if turn:
             rewards = episode["turn_rewards"]
             reward = rewards[turn - 1] if turn <= len(rewards) else None
-            part["title"] = f"policy, turn {turn}" + (f" · reward {short(reward)}" if reward else "")
+            title = f"policy, turn {turn}" + (", its summary" if turn in cuts else "")
+            part["title"] = title + (f" · reward {short(reward)}" if reward else "")
             part["calls"] = [_call(call) for call in episode["calls"] if call["turn"] == turn and turn != last]
             last = turn
         else:

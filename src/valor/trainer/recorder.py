@@ -193,8 +193,10 @@ class PPORecorder(RunRecorder):
             later = [{"at": at, "prompt": self._prompt(batch, i)} for at, i in zip(starts, rows[1:], strict=False)]
             turns = of_loop["turns"] = joined("turn_ids")
             rewards = [*zip(turns, joined("turn_rewards"), strict=True)]
+            info = batch.objects["episode_info"][first]
             of_loop["episode"] = {
-                "calls": batch.objects["episode_info"][first].get("calls", []),
+                "calls": info.get("calls", []),
+                **({"compactions": info["compactions"]} if info.get("compactions") else {}),
                 "turn_rewards": [
                     sum((reward for at, reward in rewards if at == turn), 0.0)
                     for turn in range(1, max(turns, default=0) + 1)
