@@ -8,14 +8,16 @@ So no state ever sees a padding token, and every row has the numbers it would ha
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from valor.errors import out_of_memory
+from valor.errors import UserError, out_of_memory
 from valor.models.hf import input_device
+from valor.models.images import RowImages
 from valor.rollout.native.requests import Group, Row
 from valor.rollout.sampling import BatchSampler
 
@@ -23,14 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class Cohort:
-    """Rows of one length, and the cache that `hf` keeps of them; `cached=False`: every step reads all tokens again."""
+    """Rows of one length, and the cache that `hf` keeps of them; `cached=False`: every step reads all tokens again.
+    images: those of the rows, of a model whose cache works."""
 
-    def __init__(self, hf: nn.Module, ids: Tensor, *, cached: bool) -> None:
+    def __init__(self, hf: Any, ids: Tensor, *, cached: bool, images: RowImages | None = None) -> None:
         self._hf, self._ids = hf, ids
         self._cache = DynamicCache(config=hf.config.get_text_config()) if cached else None  # pyright: ignore
         takes = inspect.signature(hf.forward).parameters
         self._name = "past_key_values" if "past_key_values" in takes else "cache_params"  # Mamba's
         self._unread = ids.shape[1]  # tokens at the end of `ids` that the cache does not hold
+        self._images = images
+        self._shift: Tensor | None = None  # [B, 1] of the positions behind the images, where these take fewer
 
     def logits(self) -> Tensor:
         """[B, V] after the last token of each row."""
@@ -39,14 +44,29 @@ class Cohort:
             return self._hf(input_ids=self._ids, use_cache=False).logits[:, -1]
         positions = torch.arange(length - self._unread, length, device=self._ids.device)[None]
         inputs = {"input_ids": self._ids[:, length - self._unread :], "position_ids": positions}
+        if self._images is not None:
+            inputs = self._with_images(self._images, inputs)
+            self._images = None
+        elif self._shift is not None:
+            inputs["position_ids"] = positions + self._shift
         out = self._hf(**inputs, **{self._name: self._cache}, use_cache=True)
         self._unread = 0
         return out.logits[:, -1]
+
+    def _with_images(self, images: RowImages, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The prefill's inputs."""
+        device = self._ids.device
+        inputs["inputs_embeds"] = images.inputs().to(device).embedded(self._hf, inputs.pop("input_ids"))
+        if images.positions is not None:
+            inputs["position_ids"] = images.positions.to(device)
+            self._shift = images.positions.amax((0, 2)).to(device)[:, None] + 1 - self._ids.shape[1]
+        return inputs | {"logits_to_keep": 1}
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order; a row may come more than once."""
         index = torch.tensor(rows, device=self._ids.device)
         self._ids = self._ids[index]
+        self._shift = None if self._shift is None else self._shift[index]
         if self._cache is not None:
             self._cache.reorder_cache(index)  # pyright: ignore[reportArgumentType]
 
@@ -89,10 +109,14 @@ def decode(
 ) -> None:
     """Generate `rows`, the samples of `groups` in order, whose prompts have one length.
 
-    finish: asked of each row after each token; True takes it out. RuntimeError: the logits are not finite.
+    finish: asked of each row after each token; True takes it out. RuntimeError: the logits are not finite. UserError:
+    images, and no cache.
     """
-    device = input_device(hf)
-    cohort = Cohort(hf, torch.tensor([group.prompt_ids for group in groups], device=device), cached=cached)
+    device, ids = input_device(hf), torch.tensor([group.prompt_ids for group in groups])
+    images = RowImages.of(hf, ids, [group.images for group in groups])
+    if images is not None and not cached:
+        raise UserError(f"{type(hf).__name__} has no cache that works, and needs one to answer prompts with images")
+    cohort = Cohort(hf, ids.to(device), cached=cached, images=images)
     logits, first = cohort.logits(), [i for i, group in enumerate(groups) for _ in group.members]
     cohort.select(first)
     logits = logits[torch.tensor(first, device=device)]

@@ -1,0 +1,120 @@
+"""How models read images: features of the vision tower in place of the embeddings of image tokens.
+
+Shapes: b rows, L positions, F features of all images of the rows, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from valor.errors import UserError
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Model types whose text decoder sees nothing of an image but embeddings and positions: no mask, no further inputs."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Arguments of the vision tower, and which of its features go where in the embeddings [b * L, H]."""
+
+    pixels: dict[str, Tensor]
+    places: Tensor  # [n] int64
+    features: Tensor  # [n] int64, of F
+
+    def to(self, device: torch.device) -> ImageInputs:
+        pixels = {name: x.to(device) for name, x in self.pixels.items()}
+        return ImageInputs(pixels, self.places.to(device), self.features.to(device))
+
+    def embedded(self, model: Any, ids: Tensor) -> Tensor:
+        """[b, L, H] input embeddings of `ids` [b, L] for a transformers model, or its base."""
+        embeddings = model.get_input_embeddings()(ids)
+        features = model.get_image_features(**self.pixels, return_dict=True).pooler_output
+        features = torch.cat([x.flatten(0, -2) for x in features]).to(embeddings.dtype)
+        flat = embeddings.flatten(0, 1).index_copy(0, self.places, features.index_select(0, self.features))
+        return flat.view_as(embeddings)
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of rows of ids [b, L]; on the CPU.
+
+    pixels: what the vision tower reads, equal images once. source: [b, L] int64, the feature at a position, -1 at text.
+    positions: [3, b, L] int64 of a model whose positions are threefold (M-RoPE), else None.
+    """
+
+    pixels: dict[str, Tensor]
+    source: Tensor
+    positions: Tensor | None
+
+    @staticmethod
+    def of(hf: Any, ids: Tensor, files: Sequence[str]) -> RowImages | None:
+        """Read for `hf` from the rows' `files`; None where no row has images."""
+        distinct = [file for file in dict.fromkeys(files) if file]
+        if not distinct:
+            return None
+        source, read = image_sources(hf, ids, files), [_tensors(file) for file in distinct]
+        pixels = {name: torch.cat([tensors[name] for tensors in read]) for name in read[0]}
+        positions = None
+        if hasattr(hf.base_model, "get_rope_index"):
+            by_file = dict(zip(distinct, read, strict=True))
+            grids = torch.cat([by_file[file]["image_grid_thw"] for file in files if file])
+            positions, _ = hf.base_model.get_rope_index(ids, (source >= 0).int(), image_grid_thw=grids)
+        return RowImages(pixels, source, positions)
+
+    def inputs(self, source: Tensor | None = None) -> ImageInputs:
+        """For rows laid out as `source`, by default as these are."""
+        flat = (self.source if source is None else source).flatten()
+        places = (flat >= 0).nonzero()[:, 0]
+        return ImageInputs(self.pixels, places, flat[places])
+
+
+def image_sources(hf: Any, ids: Tensor, files: Sequence[str]) -> Tensor:
+    """[b, L] of rows of ids [b, L]: the number of the feature at each position, counted over the distinct files, or -1.
+
+    A prompt's images are its first image tokens; the policy may sample further ones, which stand for nothing.
+    """
+    source, starts, total = torch.full_like(ids, -1), dict[str, int](), 0
+    for row, file in enumerate(files):
+        if not file:
+            continue
+        count = int(Path(file).stem.rpartition("-")[2])
+        if file not in starts:
+            starts[file], total = total, total + count
+        places = (ids[row] == hf.config.image_token_id).nonzero()[:count, 0]
+        if len(places) < count:
+            raise ValueError(f"a row has {len(places)} image tokens, and its images have {count}")
+        source[row, places] = torch.arange(starts[file], starts[file] + count, device=ids.device)
+    return source
+
+
+@lru_cache(maxsize=8)
+def _tensors(file: str) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except OSError as error:
+        raise UserError(
+            f"the images of a prompt cannot be read ({error}): data.image_cache must be a folder that all processes "
+            "share, and is not to be emptied during a run"
+        ) from error
+
+
+def vision_tower(hf: Any) -> nn.Module | None:
+    """The part of a transformers model that reads images, if there is one."""
+    tower = hf.get_encoder(modality="image") if hasattr(hf, "get_encoder") else hf
+    return None if tower in (hf, hf.base_model) else tower
+
+
+def freeze_vision_tower(hf: Any) -> None:
+    """Leave the vision tower as it is. UserError: the model has none."""
+    tower = vision_tower(hf)
+    if tower is None:
+        raise UserError(f"freeze_vision_tower=true, and {type(hf).__name__} has no vision tower: drop it")
+    tower.requires_grad_(False)
