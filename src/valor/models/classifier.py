@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from valor.errors import UserError
-from valor.models.internals import register_model
+from valor.models.internals import read_weights_as, register_model
 
 # Of each: the form of a class made here, and the config types for which transformers has a class.
 _CLASSIFIERS: dict[Any, tuple[Any, Any]] = {
@@ -60,6 +60,13 @@ def register_classifier(auto: Any, config: Any, path: str) -> None:
     parts = {"base_model_prefix": family.base_model_prefix or "model", "config_class": kind, "__module__": __name__}
     name = family.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")
     register_model(auto, kind, type(name, (generic, family), parts))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        read_weights_as(name, causal.__name__)
+
+
+def is_made(hf: PreTrainedModel) -> bool:
+    """Whether transformers has no such class."""
+    return any(c.__module__ == __name__ for c in type(hf).__mro__)
 
 
 def write_class(hf: PreTrainedModel, path: Path | str) -> None:

@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from valor.data.templates import end_tokens
-from valor.models.classifier import write_class
+from valor.models.classifier import is_made, write_class
 from valor.models.hf import published_config, quiet_transformers, tied_names
+from valor.models.images import vision_tower
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
@@ -39,7 +40,9 @@ def export_hf(
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = dict(plain_weights(model, weights.items()))
     with quiet_transformers(), published_config(model.hf):
-        model.hf.save_pretrained(path, state_dict=plain)
+        # Where our class comes with the model, transformers knows no other names of its weights.
+        renamed = is_made(model.hf) and vision_tower(model.hf) is not None
+        model.hf.save_pretrained(path, state_dict=plain, save_original_format=not renamed)
     write_class(model.hf, path)
     if tokenizer is not None:
         write_tokenizer(tokenizer, path)

@@ -99,6 +99,14 @@ def register_model(auto: Any, config: type, made: type) -> None:
         auto._model_mapping._extra_content[config] = made
 
 
+def read_weights_as(made: str, other: str) -> None:
+    """Make a class of ours read checkpoints under the names that transformers' class `other` reads."""
+    from transformers import conversion_mapping
+
+    if (names := conversion_mapping.get_checkpoint_conversion_mapping(other)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(made, names, overwrite=True)
+
+
 def processor_without_video(config: Any) -> Any:
     """The processor class of a model's config, as one of images and text: what reads video needs torchvision."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
