@@ -207,7 +207,7 @@ skip.* {R}.(skip.* skip_rollout skip_dump_dir) ! rollouts are not cached
 data.(video_key audio_key) ! prompts have text and images, no video and no audio: drop it
 data.image_patch_size : the model's processor knows it
 data.return_multi_modal_inputs : samples name the files of their images
-data.(image_key image_cache mm_processor_kwargs.*) ! this command trains on text: images are for valor ppo
+data.(image_* mm_processor_kwargs.*) ! this command reads text: prompts with images are for valor ppo
 data.sampler.* ! sampling of prompts is data.shuffle and data.seed
 data.tools_key ! tools are read from the column 'tools': rename it
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it

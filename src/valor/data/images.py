@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valor.data.messages import Messages, kind_of
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 
 IMAGES = "images"
 """The column of batches with the file of each row's images; empty text: the row has none."""
@@ -75,12 +75,20 @@ class ImageFiles:
     """Makes what a model reads of a prompt's images, and writes it to `folder`, by its content: equal images lie there
     once, and are found by later runs.
 
-    processor: transformers' of the model. options: its keyword arguments, such as min_pixels.
+    processor: transformers' of the model. options: its keyword arguments, such as min_pixels. UserError: it has none of
+    that name.
     """
 
     def __init__(self, processor: Any, folder: str, options: Mapping[str, Any]) -> None:
         self.processor, self._folder, self._options = processor, Path(folder), dict(options)
         images = processor.image_processor
+        names = images.valid_kwargs.__annotations__
+        if unknown := next((name for name in options if name not in names), None):
+            listed = ", ".join(sorted(names))
+            raise UserError(
+                f"data.mm_processor_kwargs.{unknown}: {type(images).__name__} has no such option"
+                f"{did_you_mean(unknown, names) or f' (it has {listed})'}"
+            )
         facts = [type(images).__name__, images.to_dict(), self._options]
         self._facts = json.dumps(facts, sort_keys=True, default=str).encode()
 
@@ -117,8 +125,6 @@ class ImageFiles:
             os.replace(part, path)
         except OSError as error:
             raise UserError(f"{where}: its images cannot be written to data.image_cache ({error})") from error
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _picture(content: bytes, where: str) -> Any:
