@@ -70,12 +70,8 @@ def changed(model: Path, run_dir: Path) -> dict[bool, bool]:
     """Whether weights outside (False) and inside (True) the vision tower are others than those of `model`."""
     before, after = load_file(model / "model.safetensors"), weights(run_dir, "actor")
     assert before.keys() == after.keys()
-    return {
-        inside: any(
-            not torch.equal(before[name], after[name]) for name in before if name.startswith("visual") == inside
-        )
-        for inside in (False, True)
-    }
+    others = {name for name in before if not torch.equal(before[name], after[name])}
+    return {inside: any(name.startswith("visual") == inside for name in others) for inside in (False, True)}
 
 
 def test_ppo_trains_text_and_vision_with_a_critic(seeing: dict[str, Path], with_critic: Path) -> None:

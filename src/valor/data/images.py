@@ -56,19 +56,22 @@ def _source(value: Any, folder: Path, where: str) -> Source:
 def in_parts(messages: Messages, count: int, where: str) -> list[dict[str, Any]]:
     """Messages with lists of parts as content, a part {"type": "image"} for each `<image>`. UserError: there are not
     `count` of these."""
-    texts = [message["content"].split(PLACEHOLDER) for message in messages]
-    places = sum(map(len, texts)) - len(texts)
+    places = sum(message["content"].count(PLACEHOLDER) for message in messages)
     if places != count:
         raise UserError(
             f"{where}: the messages have {places} {PLACEHOLDER} and the row has {count} images: each has one place"
         )
-    parts = []
-    for message, pieces in zip(messages, texts, strict=True):
-        content: list[dict[str, str]] = []
-        for number, piece in enumerate(pieces):
-            content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
-        parts.append({**message, "content": content})
-    return parts
+    return [with_parts(message, PLACEHOLDER) for message in messages]
+
+
+def with_parts(message: Mapping[str, Any], placeholder: str | None = None) -> dict[str, Any]:
+    """A message whose content is text as one with a list of parts."""
+    if not isinstance(message["content"], str):
+        return dict(message)
+    content: list[dict[str, str]] = []
+    for number, piece in enumerate(message["content"].split(placeholder) if placeholder else [message["content"]]):
+        content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return {**message, "content": content}
 
 
 class ImageFiles:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
-from valor.data.images import ImageFiles, in_parts
+from valor.data.images import ImageFiles, in_parts, with_parts
 from valor.data.messages import check_text
 from valor.data.positions import num_positions
 from valor.data.sampler import SUBSET_STREAM, subset
@@ -188,6 +188,8 @@ def render(
             "actor_rollout_ref.model.custom_chat_template"
         )
     options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    if getattr(tokenizer, "renders_parts", False):  # set by `load_processor`: some templates know no plain text
+        messages = [with_parts(message) for message in messages]
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError

@@ -5,7 +5,7 @@ Shapes: b rows, L positions, F features of all images of the rows, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,27 +17,27 @@ from torch import Tensor, nn
 
 from valor.errors import UserError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "idefics3", "internvl")
 """Model types whose text decoder sees nothing of an image but embeddings and positions: no mask, no further inputs."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Arguments of the vision tower, and which of its features go where in the embeddings [b * L, H]."""
+    """Arguments of calls of the vision tower, and which of its features go where in the embeddings [b * L, H]."""
 
-    pixels: dict[str, Tensor]
+    pixels: Sequence[Mapping[str, Tensor]]
     places: Tensor  # [n] int64
     features: Tensor  # [n] int64, of F
 
     def to(self, device: torch.device) -> ImageInputs:
-        pixels = {name: x.to(device) for name, x in self.pixels.items()}
+        pixels = [{name: x.to(device) for name, x in call.items()} for call in self.pixels]
         return ImageInputs(pixels, self.places.to(device), self.features.to(device))
 
     def embedded(self, model: Any, ids: Tensor) -> Tensor:
         """[b, L, H] input embeddings of `ids` [b, L] for a transformers model, or its base."""
         embeddings = model.get_input_embeddings()(ids)
-        features = model.get_image_features(**self.pixels, return_dict=True).pooler_output
-        features = torch.cat([x.flatten(0, -2) for x in features]).to(embeddings.dtype)
+        outputs = [model.get_image_features(**call, return_dict=True).pooler_output for call in self.pixels]
+        features = torch.cat([x for output in outputs for x in output]).to(embeddings.dtype)
         flat = embeddings.flatten(0, 1).index_copy(0, self.places, features.index_select(0, self.features))
         return flat.view_as(embeddings)
 
@@ -46,11 +46,11 @@ class ImageInputs:
 class RowImages:
     """The images of rows of ids [b, L]; on the CPU.
 
-    pixels: what the vision tower reads, equal images once. source: [b, L] int64, the feature at a position, -1 at text.
-    positions: [3, b, L] int64 of a model whose positions are threefold (M-RoPE), else None.
+    pixels: what each call of the vision tower reads, equal images once. source: [b, L] int64, the number of the feature
+    at a position, -1 at text. positions: [3, b, L] int64 of a model whose positions are threefold (M-RoPE), else None.
     """
 
-    pixels: dict[str, Tensor]
+    pixels: Sequence[Mapping[str, Tensor]]
     source: Tensor
     positions: Tensor | None
 
@@ -61,13 +61,12 @@ class RowImages:
         if not distinct:
             return None
         source, read = image_sources(hf, ids, files), [_tensors(file) for file in distinct]
-        pixels = {name: torch.cat([tensors[name] for tensors in read]) for name in read[0]}
         positions = None
         if hasattr(hf.base_model, "get_rope_index"):
             by_file = dict(zip(distinct, read, strict=True))
             grids = torch.cat([by_file[file]["image_grid_thw"] for file in files if file])
             positions, _ = hf.base_model.get_rope_index(ids, (source >= 0).int(), image_grid_thw=grids)
-        return RowImages(pixels, source, positions)
+        return RowImages(_joined(read), source, positions)
 
     def inputs(self, source: Tensor | None = None) -> ImageInputs:
         """For rows laid out as `source`, by default as these are."""
@@ -93,6 +92,16 @@ def image_sources(hf: Any, ids: Tensor, files: Sequence[str]) -> Tensor:
             raise ValueError(f"a row has {len(places)} image tokens, and its images have {count}")
         source[row, places] = torch.arange(starts[file], starts[file] + count, device=ids.device)
     return source
+
+
+def _joined(read: Sequence[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tensor]]:
+    """What is read of several files by one call, if its shapes allow that: a list of images or patches [n, ...], or
+    lists of the images of a row [1, n, ...]."""
+    dim = int(read[0]["pixel_values"].ndim == 5)
+    shapes = {tuple((*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors.values()) for tensors in read}
+    if len(shapes) > 1:
+        return read
+    return [{name: torch.cat([tensors[name] for tensors in read], dim) for name in read[0]}]
 
 
 @lru_cache(maxsize=8)

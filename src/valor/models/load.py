@@ -98,7 +98,7 @@ def load_processor(config: PPOConfig, tokenizer: Any) -> Any:
         )
     with _as_user_errors(model.path, "processor"), quiet_transformers():
         processor = processor_without_video(kind).from_pretrained(_resolve(model.path))
-    processor.tokenizer = tokenizer
+    processor.tokenizer, tokenizer.renders_parts = tokenizer, True
     return processor
 
 
