@@ -177,7 +177,6 @@ class PPOConfig(Section):
             "reward models read text": self.reward.reward_model.enable,
             "algorithm.branch_values branches off answers to text": self.algorithm.branch_values.share > 0,
             "trainer.v1.trainer_mode=sync alone has images": self.trainer.v1.runs_ahead,
-            "valor critic reads text": not self.trains_policy,
         }
         yield from (f"{by_images}: {reason}: change that, or drop it" for reason, holds in not_yet.items() if holds)
 

@@ -134,12 +134,12 @@ class RowReader(nn.Module):
         return in_families(ids, lengths)
 
     def _images_of(self, rows: Any) -> list[str] | None:
-        """The files of the rows' images. ValueError: prompts have image tokens, and the rows no column of images."""
+        """The files of the rows' images. UserError: prompts have image tokens, and the rows no column of images."""
         if IMAGES in rows:
             return rows.objects[IMAGES]
         token = getattr(self.hf.config, "image_token_id", None)
         if token is not None and bool((rows["prompts"] == token).any()):
-            raise ValueError("prompts have image tokens, and the batch no images: a phase or role has left them out")
+            raise UserError("prompts have image tokens, and there are no images with them: set data.image_key")
         return None
 
 

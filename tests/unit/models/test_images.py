@@ -155,7 +155,7 @@ def test_an_image_that_rows_share_gets_the_gradient_of_all(seen: Seen) -> None:
 
 
 def test_rows_whose_images_were_left_out_are_refused(seen: Seen) -> None:
-    with pytest.raises(ValueError, match="prompts have image tokens, and the batch no images"):
+    with pytest.raises(UserError, match="prompts have image tokens, and there are no images with them"):
         seen.policy()(Batch(seen.rows.tensors))
 
 
