@@ -24,9 +24,10 @@ from valor.models.load import policy_class
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|open|>", "<|close|>", "<image>"]
 _SPECIAL += ["<video>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>"]
 END, IMAGE = 2, 5  # numbers of tokens
+_PARTS = "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}"
+_TEXT_OR_PARTS = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{_PARTS}{{% endif %}}"
 _TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
-    "IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nCONTENT<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXT = {
@@ -49,10 +50,11 @@ def make_model(path: Path, family: str = "qwen2_5_vl") -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    around = "<|open|><image><|close|>" if family.startswith("qwen") else "<image>"
+    qwen = family.startswith("qwen")  # the templates of others know parts alone
+    template = _TEMPLATE.replace("CONTENT", _TEXT_OR_PARTS if qwen else _PARTS)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=_TEMPLATE.replace("IMAGE", around),
+        chat_template=template.replace("IMAGE", "<|open|><image><|close|>" if qwen else "<image>"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=_SPECIAL,

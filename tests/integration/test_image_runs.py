@@ -1,5 +1,6 @@
 """Whole runs on prompts with images: they train what they say, resume exactly, and leave models that load again."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from image_rank import image_step
+from ranks import run_ranks
 from runs import assert_same_run, read_metrics, weights
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tiny_vision import make_model, picture
+from valor import cli
 from valor.config import ModelConfig
+from valor.data.batch import Batch, pad_rows
+from valor.data.images import ImageFiles, in_parts
+from valor.models.internals import processor_without_video
 from valor.models.load import load_policy
 from valor.trainer.export import export_checkpoint
 from valor.trainer.main_ppo import main
@@ -143,3 +150,49 @@ def test_a_model_of_text_is_told(
     assert "is a model of type qwen2, and images are read by" in capsys.readouterr().err
     assert main(on_images(tmp_path / "critic", f"critic.model.path={tiny['model']}")) == 2
     assert "reads no images" in capsys.readouterr().err
+
+
+def test_a_rank_whose_rows_have_no_images_keeps_step(seeing: dict[str, Path], forks: Any, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(seeing["model"])
+    processor = processor_without_video(config).from_pretrained(seeing["model"])
+    files, prompts = ImageFiles(processor, str(seeing["cache"]), {}), list[tuple[list[int], str]]()
+    for content, images in [("<image>a", 1), ("<image>b<image>", 2), ("<image>c", 1), ("d", 0), ("e", 0), ("f", 0)]:
+        parts = in_parts([{"role": "user", "content": content}], images, "row")
+        text = processor.tokenizer.apply_chat_template(parts, tokenize=False)
+        prompts.append(files.encode(text, [picture(16, 24, seed) for seed in range(images)], "row"))
+    ids, lengths = pad_rows([ids for ids, _ in prompts], torch.long)
+    responses = torch.arange(6 * 4).view(6, 4) + 20
+    columns = {"prompts": ids, "prompt_lengths": lengths, "responses": responses}
+    rows = Batch({**columns, "response_lengths": torch.full((6,), 4)}, {"images": [file for _, file in prompts]})
+    for world in (1, 2):
+        run_ranks(forks, tmp_path, world, image_step, seeing["model"], rows, tmp_path)
+    expected, outputs = (
+        load_file(tmp_path / "1.0.outputs")["log_probs"],
+        torch.cat([load_file(tmp_path / f"2.{rank}.outputs")["log_probs"] for rank in range(2)]),
+    )
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)
+    alone, together = (load_file(tmp_path / f"{world}.gradients") for world in (1, 2))
+    assert any("visual" in name and gradient.abs().max() > 0 for name, gradient in alone.items())
+    for name, gradient in alone.items():
+        torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_answers_prompts_with_images(seeing: dict[str, Path], with_critic: Path, tmp_path: Path) -> None:
+    command = [
+        "eval",
+        f"data.val_files={seeing['train']}",
+        "data.image_key=images",
+        f"data.image_cache={seeing['cache']}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={with_critic / 'huggingface' / 'actor'}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('digits_reward.py')}",
+        "reward.num_workers=1",
+        "trainer.device=cpu",
+        f"eval.out={tmp_path / 'evaluation'}",
+    ]
+    assert cli.main(command) == 0
+    (answers,) = (tmp_path / "evaluation").rglob("answers_*.jsonl")
+    recorded = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(recorded) == 12 and len({tuple(record["response_ids"]) for record in recorded}) > 1
