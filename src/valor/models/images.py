@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from valor.errors import UserError
 
@@ -117,8 +118,8 @@ def _tensors(file: str) -> dict[str, Tensor]:
 
 def vision_tower(hf: Any) -> nn.Module | None:
     """The part of a transformers model that reads images, if there is one."""
-    tower = hf.get_encoder(modality="image") if hasattr(hf, "get_encoder") else hf
-    return None if tower in (hf, hf.base_model) else tower
+    tower = hf.get_encoder(modality="image") if isinstance(hf, PreTrainedModel) else hf
+    return None if tower is hf or tower is hf.base_model else tower
 
 
 def freeze_vision_tower(hf: Any) -> None:

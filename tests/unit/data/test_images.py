@@ -133,6 +133,13 @@ def test_what_cannot_be_read_is_told(
         dataset(tmp_path, processor, [row(content, images)], **options)
 
 
+def test_a_template_that_shows_no_images_is_told(tmp_path: Path, processor: Any) -> None:
+    files = ImageFiles(processor, str(tmp_path / "cache"), {})
+    for text in ("what", "<image><image>"):
+        with pytest.raises(UserError, match=f"row 3: the rendered prompt has {text.count('<image>')} <image> for 1 im"):
+            files.encode(text, [picture(8, 8, 0)], "row 3")
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, processor: Any) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be written to data\.image_cache"):
