@@ -103,8 +103,8 @@ class ImageFiles:
         token = self.processor.image_token
         if text.count(token) != len(images):
             raise UserError(
-                f"{where}: the rendered prompt has {text.count(token)} {token} for {len(images)} images: leave them out "
-                "of texts, or give a template that shows images (actor_rollout_ref.model.custom_chat_template)"
+                f"{where}: the rendered prompt has {text.count(token)} {token} for {len(images)} images: texts may not "
+                "have that token, and the chat template has to write it (actor_rollout_ref.model.custom_chat_template)"
             )
         contents = [image.read_bytes() if isinstance(image, Path) else image for image in images]
         pictures = [_picture(content, f"{where}, image {i}") for i, content in enumerate(contents)]
