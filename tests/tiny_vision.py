@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3VLConfig,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -99,6 +100,11 @@ def _family(family: str, vocab: int) -> tuple[Any, Any, dict[str, Any]]:
     kind: Any = Qwen2VLConfig
     if family == "qwen2_vl":
         vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    elif family == "qwen3_vl":
+        kind = Qwen3VLConfig
+        text["head_dim"] = 8
+        vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     else:
         kind = Qwen2_5_VLConfig
         vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}

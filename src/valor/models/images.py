@@ -5,7 +5,8 @@ Shapes: b rows, L positions, F features of all images of the rows, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel
 
 from valor.errors import UserError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "idefics3", "internvl")
-"""Model types whose text decoder sees nothing of an image but embeddings and positions: no mask, no further inputs."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "internvl")
+"""Model types whose text decoder sees of an image features and positions, and no mask of its own."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,36 @@ class ImageInputs:
         pixels = [{name: x.to(device) for name, x in call.items()} for call in self.pixels]
         return ImageInputs(pixels, self.places.to(device), self.features.to(device))
 
-    def embedded(self, model: Any, ids: Tensor) -> Tensor:
-        """[b, L, H] input embeddings of `ids` [b, L] for a transformers model, or its base."""
+    def read_by(self, model: Any, ids: Tensor, **options: Any) -> Any:
+        """The output of a transformers model, or its base, on `ids` [b, L] with these images."""
         embeddings = model.get_input_embeddings()(ids)
-        outputs = [model.get_image_features(**call, return_dict=True).pooler_output for call in self.pixels]
-        features = torch.cat([x for output in outputs for x in output]).to(embeddings.dtype)
-        flat = embeddings.flatten(0, 1).index_copy(0, self.places, features.index_select(0, self.features))
-        return flat.view_as(embeddings)
+        outputs = [model.get_image_features(**call, return_dict=True) for call in self.pixels]
+        features = self._placed([output.pooler_output for output in outputs])
+        flat = embeddings.flatten(0, 1).index_copy(0, self.places, features.to(embeddings.dtype))
+        later = zip(*(getattr(output, "deepstack_features", ()) for output in outputs), strict=True)
+        with _adding(model, ids, self.places, [self._placed(layer) for layer in later]):
+            return model(inputs_embeds=flat.view_as(embeddings), **options)
+
+    def _placed(self, outputs: Sequence[Any]) -> Tensor:
+        """[n, H] of what each call gave, features [F, H] in parts."""
+        return torch.cat([x for output in outputs for x in output]).index_select(0, self.features)
+
+
+@contextmanager
+def _adding(model: Any, ids: Tensor, places: Tensor, layers: Sequence[Tensor]) -> Iterator[None]:
+    """The text decoder adds features [n, H] at these places behind its first layers inside (Qwen3-VL's DeepStack). The
+    model around it would make them itself, and takes none."""
+    if not layers:
+        yield
+        return
+    seen = torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill(0, places, True).view_as(ids)
+    given = {"visual_pos_masks": seen, "deepstack_visual_embeds": layers}
+    decoder = model.base_model.language_model
+    hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | given), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,12 @@ class CompactRows:
     def read_by(self, model: Any, **options: Any) -> Any:
         """The output of a transformers model (or its base) on these rows."""
         packed = {} if self.segments is None else {"segments": self.segments}
-        ids = {"input_ids": self.input_ids}
-        if self.images is not None:
-            ids = {"inputs_embeds": self.images.embedded(model, self.input_ids)}
         positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        options = {"use_cache": False, **positions, **packed, **options}
         with packing(self.segments):
-            return model(**ids, use_cache=False, **positions, **packed, **options)
+            if self.images is not None:
+                return self.images.read_by(model, self.input_ids, **options)
+            return model(input_ids=self.input_ids, **options)
 
     def gather(self, states: Tensor) -> Tensor:
         """The states [b, L, H] at the predicting positions, [N, H]."""

@@ -43,24 +43,23 @@ class Cohort:
         if self._cache is None:
             return self._hf(input_ids=self._ids, use_cache=False).logits[:, -1]
         positions = torch.arange(length - self._unread, length, device=self._ids.device)[None]
-        inputs = {"input_ids": self._ids[:, length - self._unread :], "position_ids": positions}
         if self._images is not None:
-            inputs = self._with_images(self._images, inputs)
-            self._images = None
-        elif self._shift is not None:
-            inputs["position_ids"] = positions + self._shift
+            return self._prefill(self._images, positions)
+        if self._shift is not None:
+            positions = positions + self._shift
+        inputs = {"input_ids": self._ids[:, length - self._unread :], "position_ids": positions}
         out = self._hf(**inputs, **{self._name: self._cache}, use_cache=True)
         self._unread = 0
         return out.logits[:, -1]
 
-    def _with_images(self, images: RowImages, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The prefill's inputs."""
-        device = self._ids.device
-        inputs["inputs_embeds"] = images.inputs().to(device).embedded(self._hf, inputs.pop("input_ids"))
+    def _prefill(self, images: RowImages, positions: Tensor) -> Tensor:
+        """[B, V] after prompts with images, which only this pass reads."""
         if images.positions is not None:
-            inputs["position_ids"] = images.positions.to(device)
-            self._shift = images.positions.amax((0, 2)).to(device)[:, None] + 1 - self._ids.shape[1]
-        return inputs | {"logits_to_keep": 1}
+            positions = images.positions.to(positions.device)
+            self._shift = positions.amax((0, 2))[:, None] + 1 - self._ids.shape[1]
+        options = {"position_ids": positions, self._name: self._cache, "use_cache": True, "logits_to_keep": 1}
+        self._unread, self._images = 0, None
+        return images.inputs().to(positions.device).read_by(self._hf, self._ids, **options).logits[:, -1]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order; a row may come more than once."""
