@@ -24,7 +24,7 @@ def image_step(model: Path, rows: Batch, out: Path) -> None:
     log_probs = engine.forward(share, **limits)["log_probs"]
     engine.forward_backward(share, lambda outputs, micro: (outputs["log_probs"].mean(-1).sum(), {}), **limits)
     gradients = {
-        name: p.grad.full_tensor() if p.grad is not None else torch.zeros(1)
+        name: p.grad.full_tensor().clone() if p.grad is not None else torch.zeros(1)
         for name, p in engine.module.named_parameters()
     }
     engine.optimizer_step()
