@@ -46,8 +46,9 @@ class ImageInputs:
             return model(inputs_embeds=flat.view_as(embeddings), **options)
 
     def _placed(self, outputs: Sequence[Any]) -> Tensor:
-        """[n, H] of what each call gave, features [F, H] in parts."""
-        return torch.cat([x for output in outputs for x in output]).index_select(0, self.features)
+        """[n, H] of what each call gave: features [..., H], or a list of such by image."""
+        parts = [x for output in outputs for x in ([output] if isinstance(output, Tensor) else output)]
+        return torch.cat([x.flatten(0, -2) for x in parts]).index_select(0, self.features)
 
 
 @contextmanager
