@@ -32,7 +32,8 @@ class Cohort:
         self._hf, self._ids = hf, ids
         self._cache = DynamicCache(config=hf.config.get_text_config()) if cached else None  # pyright: ignore
         takes = inspect.signature(hf.forward).parameters
-        self._name = "past_key_values" if "past_key_values" in takes else "cache_params"  # Mamba's
+        names = ("past_key_values", "cache", "cache_params")  # before transformers 5.24, since then, Mamba's
+        self._name = next((name for name in names if name in takes), names[0])
         self._unread = ids.shape[1]  # tokens at the end of `ids` that the cache does not hold
         self._images = images
         self._shift: Tensor | None = None  # [B, 1] of the positions behind the images, where these take fewer
