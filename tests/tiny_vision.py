@@ -19,8 +19,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from valor.models.images import policy_class
 from valor.models.internals import processor_without_video
-from valor.models.load import policy_class
 
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|open|>", "<|close|>", "<image>"]
 _SPECIAL += ["<video>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>"]

@@ -20,8 +20,9 @@ from valor.config.actor import UpdateConfig
 from valor.errors import UserError
 from valor.models.classifier import register_classifier
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
+from valor.models.images import policy_class
 from valor.models.linear import bfloat16_is_slow
-from valor.models.load import load_model_config, policy_class
+from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
 from valor.models.reward import backbone
 from valor.trainer.command import load_checked

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from valor.errors import UserError
 
@@ -139,6 +145,13 @@ def _tensors(file: str) -> dict[str, Tensor]:
             f"the images of a prompt cannot be read ({error}): data.image_cache must be a folder that all processes "
             "share, and is not to be emptied during a run"
         ) from error
+
+
+def policy_class(config: Any) -> Any:
+    """The Auto class of transformers for a policy with this config: one that reads images where no other knows it."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def vision_tower(hf: Any) -> nn.Module | None:

@@ -12,12 +12,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -31,7 +27,7 @@ from valor.errors import UserError
 from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers
-from valor.models.images import FAMILIES, freeze_vision_tower
+from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
 from valor.models.internals import checkpoint_layers, processor_without_video
 from valor.models.lora import add_adapters
 from valor.models.override import override
@@ -144,13 +140,6 @@ def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str |
             if theirs.get(token) != number:
                 return f"{token!r} is token {number} of the policy's and {theirs.get(token, 'none')} of its own"
     return None
-
-
-def policy_class(config: Any) -> Any:
-    """The Auto class of transformers for a policy with this config: one that reads images where no other knows it."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def load_policy(

@@ -17,7 +17,7 @@ from valor.errors import UserError
 from valor.models.classifier import register_classifier
 from valor.models.export import copy_processor, export_hf
 from valor.models.hf import quiet_transformers
-from valor.models.load import policy_class
+from valor.models.images import policy_class
 from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_config
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
