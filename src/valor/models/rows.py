@@ -60,11 +60,11 @@ class CompactRows:
     mask: Tensor  # [b, T] bool, true at the N response tokens
     position_ids: Tensor | None = None  # [1, L] int64
     segments: Segments | None = None
-    images: ImageInputs | None = None
     group: dist.ProcessGroup | None = None
     begin: int = 0
     total: int = 0
     rank: Tensor | None = None  # [total] int64, where ranks divide rows: each response token's number among all ranks'
+    images: ImageInputs | None = None
 
     def to(self, device: torch.device) -> CompactRows:
         """The same with its tensors on `device`."""
@@ -182,7 +182,7 @@ def compact_rows(
     seen = None if images is None else images.inputs(images.source[is_read])
     if images is not None and images.positions is not None:
         columns = images.positions[:, None, is_read]
-    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments, seen)
+    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments, images=seen)
     return rows_of_all if sharing == ALONE else _divided(rows_of_all, sharing)
 
 
