@@ -11,6 +11,7 @@ from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
 from valor.algorithms.registry import Named
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.data.images import IMAGES
 from valor.rollout.base import Output, SamplingParams, StopTexts
 
 _T = TypeVar("_T")
@@ -25,7 +26,7 @@ class Task:
     prompt_ids: Sequence[int]
     params: SamplingParams
     row: Mapping[str, Any]
-    """messages, data_source, ground_truth, extra_info, uid, agent_name."""
+    """messages, data_source, ground_truth, extra_info, uid, agent_name, images."""
 
 
 def tasks_of(prompts: Batch, params: SamplingParams) -> list[Task]:
@@ -169,9 +170,10 @@ LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContex
 register_loop = LOOPS.register
 
 
-async def answer(task: Task, generate: Generate) -> Episode:
-    """The episode of a run without agents: one answer, and no prompt of its own."""
-    return Episode.of_one_turn(task.key, await generate(task.prompt_ids, task.params, task.key))
+async def answer(task: Task, generate: Callable[..., Awaitable[Output]]) -> Episode:
+    """The episode of a run without agents: one answer, and no prompt of its own. The prompt may have images."""
+    images = {IMAGES: task.row[IMAGES]} if IMAGES in task.row else {}
+    return Episode.of_one_turn(task.key, await generate(task.prompt_ids, task.params, task.key, **images))
 
 
 @register_loop("single_turn_agent")

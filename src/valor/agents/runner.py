@@ -156,10 +156,13 @@ class EpisodeRunner:
         self.idle_seconds += time.monotonic() - since if wait else 0.0
         return news
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey) -> Output:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey, images: str = ""
+    ) -> Output:
         """One turn; for the episodes. `seed` decides its random numbers, and begins with the episode's key."""
         done: asyncio.Future[Output] = self._loop.create_future()
-        request = Request(f"{'-'.join(map(str, seed))}#{next(self._names)}", prompt_ids, params, seed)
+        name = f"{'-'.join(map(str, seed))}#{next(self._names)}"
+        request = Request(name, prompt_ids, params, seed, images=images)
 
         def finish(output: Output) -> None:
             with self._changed:

@@ -20,6 +20,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.curriculum import outcomes
+from valor.data.images import IMAGES
 from valor.data.prompts import PromptRow
 from valor.errors import StepRefused, TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
@@ -162,7 +163,8 @@ class Collector:
     def _greedy_rewards(self, batch: Batch) -> Tensor:
         """Score [B] of the greedy response to each row's prompt (ReMax's baseline), one response a prompt."""
         n = self.rollout.n
-        prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
+        objects = (*PROMPT_OBJECTS, *[IMAGES] * (IMAGES in batch))
+        prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *objects))
         params = replace(sampling_params(self.config), temperature=0.0)
         self.generation.files.begin(f"greedy_{batch.meta['global_step']}")
         rows = Episodes(batch).rows

@@ -11,6 +11,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, pad_rows
+from valor.data.images import IMAGES
 from valor.data.prompts import PromptRow
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import SamplingParams
@@ -110,6 +111,7 @@ class Generation:
         if (rows := self.files.replayed(prompts)) is not None:
             return rows
         objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
+        objects += (IMAGES,) * (IMAGES in prompts)
         columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
         return self.roles["rollout"].generate(columns, params, sink=sink)
 
@@ -137,7 +139,10 @@ def prompt_batch(
             "uid": [f"{i}:{row.uid}" for i, row in enumerate(rows, first)],
             **{name: [getattr(row, name) for row in rows] for name in PROMPT_OBJECTS[1:]},
         },
-    ).repeat(samples_per_prompt)
+    )
+    if rows and rows[0].images is not None:
+        batch.objects[IMAGES] = [row.images for row in rows]
+    batch = batch.repeat(samples_per_prompt)
     key = torch.empty(len(batch), 3, dtype=torch.long)
     key[:, 0], key[:, 1] = seed, _VALIDATION_KEY if step is None else step
     key[:, 2] = torch.arange(len(batch)) + first * samples_per_prompt

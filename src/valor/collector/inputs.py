@@ -3,19 +3,21 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
-from valor.config import PPOConfig, RewardModelConfig
+from valor.config import DataConfig, PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.curriculum import training_sampler
+from valor.data.images import ImageFiles
 from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.templates import ask_template, end_tokens, keeps, parts_of
 from valor.errors import UserError
-from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
+from valor.models.images import FAMILIES
+from valor.models.load import load_model_config, load_policy_tokenizer, load_processor, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
@@ -33,8 +35,9 @@ class RunInputs:
         self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
         self._data = data
         self._tools_of = None if self.agents is None else self.agents.schemas_of
-        self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
-        self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
+        self._images = load_images(config, self.tokenizer) if data.image_key is not None else None
+        self.train = self._prompts(data, "train")
+        self.val = self._prompts(data, "val") if data.val_files else None
         answers = {"tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
         splits = [rows for rows in (self.train, self.val) if rows is not None]
         parts = answers | parts_of(row.messages for rows in splits for row in rows)
@@ -79,9 +82,12 @@ class RunInputs:
     def validation_prompts(self, files: Sequence[str]) -> PromptDataset:
         """All prompts of files beside those of the run. UserError: a bad row, or one without a grader."""
         data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
-        prompts = PromptDataset(data, self.tokenizer, "val", self._tools_of)
+        prompts = self._prompts(data, "val")
         self._check_graded(prompts)
         return prompts
+
+    def _prompts(self, data: DataConfig, split: Literal["train", "val"]) -> PromptDataset:
+        return PromptDataset(data, self.tokenizer, split, self._tools_of, self._images)
 
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""
@@ -168,6 +174,17 @@ def check_positions(config: PPOConfig) -> Any:
                     "set it lower, or take a model that reads longer texts"
                 )
     return text_configs[0]
+
+
+def load_images(config: PPOConfig, tokenizer: Any) -> ImageFiles:
+    """What reads the images of prompts. UserError: policy or critic reads none."""
+    data, processor = config.data, load_processor(config, tokenizer)
+    if config.has_value_model and load_model_config(config.critic.model).model_type not in FAMILIES:
+        raise UserError(
+            f"data.image_key={data.image_key}: the critic '{config.critic.model.path}' reads no images: set "
+            "critic.model.path to a model that does, such as the policy's"
+        )
+    return ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

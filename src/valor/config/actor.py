@@ -72,6 +72,8 @@ class UpdateConfig(Section):
     """How token losses become one number; denominators count the whole mini-batch."""
     loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
     """seq-mean-token-sum-norm: divisor of each sequence's sum."""
+    freeze_vision_tower: bool = key(False, "data.image_key")
+    """Leave the part of the model that reads images as it is."""
     ulysses_sequence_parallel_size: PositiveInt = key(1, _FSDP)
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: OptimConfig = section(OptimConfig)
@@ -168,6 +170,9 @@ class CriticConfig(
     ppo_max_token_len_per_gpu=key(32768, _A_MODEL),
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", _TRAINED),
     shuffle=inherits("actor_rollout_ref.actor.shuffle", _A_MODEL),
+    freeze_vision_tower=inherits(
+        "actor_rollout_ref.actor.freeze_vision_tower", {**_TRAINED, "data.image_key": "prompts are text"}
+    ),
     loss_agg_mode=follows("actor_rollout_ref.actor.loss_agg_mode"),
     loss_scale_factor=follows("actor_rollout_ref.actor.loss_scale_factor"),
 ):

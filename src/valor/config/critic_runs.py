@@ -55,6 +55,8 @@ class CriticRunConfig(PPOConfig):
     def contradictions(self, at: str) -> Iterator[str]:
         yield from self._lengths()
         yield from self._cluster()
+        if self.data.image_key is not None:
+            yield f"data.image_key={self.data.image_key}: this command reads text, images are for valor ppo: drop it"
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
         if self.critic.kind == "probe":

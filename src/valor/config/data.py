@@ -83,6 +83,12 @@ class DataConfig(FilesConfig):
     sampler: PromptSamplerConfig = section(PromptSamplerConfig)
     reward_fn_key: str = "data_source"
     """Column by which a grader is chosen."""
+    image_key: str | None = None
+    """Column with a prompt's images, one for each <image> in its messages; null: prompts are text."""
+    image_cache: PathStr = key("~/.cache/valor/images", ".image_key")
+    """Folder for images as the model reads them, on a path that all processes share."""
+    mm_processor_kwargs: dict[str, Any] = key({}, ".image_key")
+    """Options of the model's processor, such as min_pixels and max_pixels."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens."""
     max_response_length: PositiveInt = 512

@@ -43,6 +43,7 @@ class EvalConfig(PPOConfig):
     def contradictions(self, at: str) -> Iterator[str]:
         yield from self._lengths()
         yield from self._cluster()
+        yield from self._images()
         if self.data.val_files is None:
             yield "there is nothing to answer: set data.val_files"
         sampling = self.actor_rollout_ref.rollout.val_kwargs

@@ -116,7 +116,14 @@ class PPOConfig(Section):
 
     def contradictions(self, at: str) -> Iterator[str]:
         """Contradictions between sections; those of a phase of the step are in the phase."""
-        for check in (self._lengths, self._batches, self._asynchronous, self._reward_steps, self._cluster):
+        for check in (
+            self._lengths,
+            self._batches,
+            self._asynchronous,
+            self._reward_steps,
+            self._cluster,
+            self._images,
+        ):
             yield from check()
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
@@ -151,6 +158,27 @@ class PPOConfig(Section):
         if buffer.enable and self.reward.reward_manager.name == "dapo" and buffer.len > data.max_response_length:
             limit = f"data.max_response_length={data.max_response_length}"
             yield f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
+
+    def _images(self) -> Iterator[str]:
+        """What prompts with images do not go with."""
+        shared, by_images = self.actor_rollout_ref, f"data.image_key={self.data.image_key}"
+        if self.data.image_key is None:
+            return
+        strategies = {shared.actor.strategy, self.critic.strategy}
+        not_yet = {
+            "rollout.name=native alone generates from images": shared.rollout.name != "native",
+            "agents, tools and environments play text episodes": self.plays_episodes,
+            "strategy=fsdp2 alone trains on images": "megatron" in strategies,
+            "ulysses_sequence_parallel_size > 1 divides rows of text": shared.actor.ulysses_sequence_parallel_size > 1,
+            "model.compile and use_liger are for models of text": any(
+                model.compile or model.use_liger for model in (shared.model, self.critic.model)
+            ),
+            "distillation is from teachers that read text": self.distillation.enabled,
+            "reward models read text": self.reward.reward_model.enable,
+            "algorithm.branch_values branches off answers to text": self.algorithm.branch_values.share > 0,
+            "trainer.v1.trainer_mode=sync alone has images": self.trainer.v1.runs_ahead,
+        }
+        yield from (f"{by_images}: {reason}: change that, or drop it" for reason, holds in not_yet.items() if holds)
 
     def _cluster(self) -> Iterator[str]:
         if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.get("address") is not None:

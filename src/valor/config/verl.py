@@ -104,7 +104,7 @@ reward_model.(rollout.* use_reward_loop launch_reward_fn_async use_dynamic_bsz u
 trainer.balance_batch : rows are always balanced over processes by tokens
 actor_rollout_ref.hybrid_engine : any group of processes hosts any roles
 algorithm.no_think_rl : Search-R1 does not read it either
-actor_rollout_ref.nccl_timeout data.return_raw_input_ids {A}.freeze_vision_tower critic.(forward_micro_batch_size
+actor_rollout_ref.nccl_timeout data.return_raw_input_ids critic.(forward_micro_batch_size
     forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu) {R}.(over_sample_rate multi_stage_wake_up)
     {R}.multi_turn.num_repeat_rollouts : it is unused in verl too
 {A}.rollout_n critic.rollout_n : samples per prompt are actor_rollout_ref.rollout.n
@@ -204,8 +204,10 @@ reward.reward_manager.source ! managers are built in: naive (or prime, the same)
 {R}.agent.custom_async_server.* ! custom servers are not supported
 {R}.checkpoint_engine.(engine_kwargs.* custom_backend_module) ! only the built-in weight transport is supported
 skip.* {R}.(skip.* skip_rollout skip_dump_dir) ! rollouts are not cached
-data.(image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*) ! training is on
-    text
+data.(video_key audio_key) ! prompts have text and images, no video and no audio: drop it
+data.image_patch_size : the model's processor knows it
+data.return_multi_modal_inputs : samples name the files of their images
+data.(image_* mm_processor_kwargs.*) ! this command reads text: prompts with images are for valor ppo
 data.tools_key ! tools are read from the column 'tools': rename it
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*

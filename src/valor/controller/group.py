@@ -14,6 +14,7 @@ import torch
 from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch, Episodes
+from valor.data.images import IMAGES
 from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec, Tracer
 
@@ -190,7 +191,7 @@ class RoleHandle:
     ) -> tuple[list[Arguments], list[list[int]], list[int]]:
         """Each rank's arguments with its rows of the batch; the rows of each share, and the share of each rank."""
         if marked.reads:
-            batch = batch.select([name for name in (*marked.reads, "episode") if name in batch])
+            batch = batch.select([name for name in (*marked.reads, "episode", IMAGES) if name in batch])
         if self.group.pool.world_size == 1:
             return [((batch, *args), kwargs)], [list(range(len(batch)))], [0]
         ranks = self.group.data_parallel_ranks(self._role)

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from valor.data.images import Source, parse_images
 from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.data.plain_rows import is_plain, read_plain
 from valor.errors import UserError
@@ -30,7 +31,8 @@ OPTIONAL_COLUMNS = ("extra_info", "agent_name", "tools", TEMPLATE_KWARGS)
 
 @dataclass(frozen=True)
 class DataRow:
-    """One checked row; `where` is its file and line for messages, `template` its arguments of the chat template."""
+    """One checked row; `where` is its file and line for messages, `template` its arguments of the chat template,
+    `images` what its column of images holds."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -39,6 +41,7 @@ class DataRow:
     style: str = "rule"
     extra_info: dict[str, Any] = field(default_factory=dict)
     template: dict[str, Any] = field(default_factory=dict)
+    images: tuple[Source, ...] = ()
 
     @property
     def lacks_truth(self) -> bool:
@@ -48,32 +51,39 @@ class DataRow:
 
 
 def read_rows(
-    paths: str | Path | Sequence[str | Path], prompt_key: str = "prompt", source_key: str = "data_source"
+    paths: str | Path | Sequence[str | Path],
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    image_key: str | None = None,
 ) -> list[DataRow]:
-    """All rows of one file or several, in order, from the columns `data.prompt_key` and `data.reward_fn_key`.
+    """All rows of one file or several, in order, from the columns `data.prompt_key`, `reward_fn_key` and `image_key`.
 
     UserError names the first bad row.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
-    records = (record for path in files for record in _prompt_records(path, prompt_key, source_key))
-    return [parse_row(record, where, prompt_key, source_key) for where, record in records]
+    keys = (prompt_key, source_key, image_key)
+    records = (record for path in files for record in _prompt_records(path, *keys))
+    return [parse_row(record, where, *keys) for where, record in records]
 
 
-def _prompt_records(path: str | Path, prompt_key: str, source_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _prompt_records(
+    path: str | Path, prompt_key: str, source_key: str, image_key: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The file's rows in the columns of prompt files; of a file of questions and answers, made into such."""
     file = existing_file(path)
     if file.name.endswith(".parquet"):
         columns = _parquet_columns(file)
     else:
         columns = next((record.keys() for _, record in _json_records(file, ())), ())
+    images = () if image_key is None else (image_key,)
     if not is_plain(columns, prompt_key, source_key):
-        yield from read_records(path, (prompt_key, source_key, "reward_model"), OPTIONAL_COLUMNS)
+        yield from read_records(path, (prompt_key, source_key, "reward_model", *images), OPTIONAL_COLUMNS)
         return
-    for where, record in read_records(path):
+    for where, record in read_records(path, images, None):
         try:
-            yield where, read_plain(record, prompt_key, source_key)
+            yield where, read_plain(record, prompt_key, source_key) | {name: record.get(name) for name in images}
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -130,7 +140,11 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
 
 
 def parse_row(
-    record: Mapping[str, Any], where: str, prompt_key: str = "prompt", source_key: str = "data_source"
+    record: Mapping[str, Any],
+    where: str,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    image_key: str | None = None,
 ) -> DataRow:
     """One record as a DataRow. UserError: a value has the wrong type, and what it should be."""
     source = record.get(source_key)
@@ -155,6 +169,7 @@ def parse_row(
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
         template=row_options(record, where),
+        images=() if image_key is None else parse_images(record.get(image_key), where),
     )
 
 

@@ -4,13 +4,14 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
 from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
+from valor.data.images import ImageFiles, in_parts, with_parts
 from valor.data.messages import check_text
 from valor.data.positions import num_positions
 from valor.data.sampler import SUBSET_STREAM, subset
@@ -37,6 +38,7 @@ class PromptRow:
     ground_truth: Any
     extra_info: dict[str, Any]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # what its template gets, such as tools
+    images: str | None = None  # their file (`valor.data.images`), "" without images; None in a run on text
 
     @property
     def uid(self) -> str:
@@ -51,7 +53,7 @@ class PromptDataset(Sequence[PromptRow]):
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
     ones. `tools_of`: in a run with agents, the tools that the template describes to a row with this extra_info, instead
-    of the row's own.
+    of the row's own. `images`: reads the rows' images, in a run that has `data.image_key`; their prompts are never cut.
     """
 
     def __init__(
@@ -60,41 +62,48 @@ class PromptDataset(Sequence[PromptRow]):
         tokenizer: Any,
         split: Literal["train", "val"] = "train",
         tools_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
+        images: ImageFiles | None = None,
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         if data.custom_cls.path is None:
-            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key)
+            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.image_key)
         else:
-            rows = rows_of_class(data, tokenizer, limit, paths or [])
+            rows = rows_of_class(data, tokenizer, limit, paths or [], images and images.processor)
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         self.split = split
         num_overlong = 0
-        self._rows: list[tuple[int, array[int], DataRow]] = []
+        self._rows: list[tuple[int, array[int], DataRow, str | None]] = []
         self._tools_of = tools_of
 
         def text(row: DataRow) -> str:
             kwargs = {**data.apply_chat_template_kwargs, **self._template_kwargs(row)}
-            return render(tokenizer, row.messages, kwargs, row.where)
+            messages = row.messages if images is None else in_parts(row.messages, len(row.images), row.where)
+            return render(tokenizer, messages, kwargs, row.where)
+
+        def read(tokenizer: Any, chunk: Sequence[DataRow]) -> Iterable[tuple[list[int], str | None]]:
+            if images is None:
+                return ((ids, None) for ids in token_ids(tokenizer, [text(row) for row in chunk]))
+            return (images.encode(text(row), row.images, row.where) for row in chunk)
 
         _warn_of_columns([rows[n] for n in numbers], split, plays_episodes=tools_of is not None)
-        texts = (text(rows[n]) for n in numbers)
-        for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
+        encoded = tokenized(tokenizer, (rows[n] for n in numbers), len(numbers), read)
+        for number, (ids, file) in zip(numbers, encoded, strict=True):
             if not ids:
                 raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")
             if len(ids) > data.max_prompt_length:
                 num_overlong += 1
                 if data.filter_overlong_prompts:
                     continue
-                if data.truncation == "error":
+                if data.truncation == "error" or file:
                     raise UserError(
                         f"{rows[number].where}: the prompt has {len(ids)} tokens, data.max_prompt_length is "
                         f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true (leave such "
-                        "rows out) or data.truncation=left|right|middle (cut them)"
+                        "rows out) or, without images, data.truncation=left|right|middle (cut them)"
                     )
                 ids = truncated(ids, data.max_prompt_length, data.truncation)
             # An array takes a tenth of the memory of a list of int objects.
-            self._rows.append((number, array("i", ids), rows[number]))
+            self._rows.append((number, array("i", ids), replace(rows[number], images=()), file))
         if not self._rows:
             raise UserError(
                 f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
@@ -109,9 +118,9 @@ class PromptDataset(Sequence[PromptRow]):
         return len(self._rows)
 
     def __getitem__(self, i: int) -> PromptRow:  # type: ignore[override]  # slices are of no use here
-        number, ids, row = self._rows[i]
-        kwargs = self._template_kwargs(row)
-        return PromptRow(number, ids.tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info, kwargs)
+        number, ids, row, file = self._rows[i]
+        graded = row.messages, row.data_source, row.ground_truth, row.extra_info
+        return PromptRow(number, ids.tolist(), *graded, self._template_kwargs(row), file)
 
     def number_of(self, uid: str) -> int:
         """The number here of the prompt of a sample."""
@@ -119,7 +128,7 @@ class PromptDataset(Sequence[PromptRow]):
 
     @cached_property
     def _number_of(self) -> dict[int, int]:
-        return {index: number for number, (index, _, _) in enumerate(self._rows)}
+        return {index: number for number, (index, *_) in enumerate(self._rows)}
 
     def _template_kwargs(self, row: DataRow) -> Mapping[str, Any]:
         if self._tools_of is None:
@@ -130,17 +139,17 @@ class PromptDataset(Sequence[PromptRow]):
     @property
     def has_tools(self) -> bool:
         """Whether the template is given tools for a row."""
-        return any("tools" in self._template_kwargs(row) for _, _, row in self._rows)
+        return any("tools" in self._template_kwargs(row) for _, _, row, _ in self._rows)
 
     @property
     def data_sources(self) -> Counter[str]:
         """How many prompts each data source has."""
-        return Counter(row.data_source for _, _, row in self._rows)
+        return Counter(row.data_source for _, _, row, _ in self._rows)
 
     @property
     def without_truth(self) -> list[DataRow]:
         """Rows of style `rule` without a ground truth."""
-        return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
+        return [row for _, _, row, _ in self._rows if row.style == "rule" and row.lacks_truth]
 
 
 def _warn_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: bool) -> None:
@@ -152,13 +161,15 @@ def _warn_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: boo
         logger.warning(message, split, ", ".join(sorted(names)))
 
 
-def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str]) -> list[DataRow]:
+def rows_of_class(
+    data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str], processor: Any = None
+) -> list[DataRow]:
     """The items of `data.custom_cls` as rows. The class is called as verl calls it; items are records with the columns
     of prompt files, or with messages in `raw_prompt`. UserError: the class fails, or an item is no row."""
     where = f"{data.custom_cls.path}:{data.custom_cls.name}"
     cls = load_object(where, "data.custom_cls.path")
     try:
-        items = cls(data_files=list(paths), tokenizer=tokenizer, processor=None, config=data, max_samples=limit)
+        items = cls(data_files=list(paths), tokenizer=tokenizer, processor=processor, config=data, max_samples=limit)
         records = [dict(items[i]) for i in range(len(items))]
     except Exception as error:
         raise UserError(f"{where} fails ({type(error).__name__}: {error})") from error
@@ -166,7 +177,7 @@ def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[
     for i, record in enumerate(records):
         record.setdefault(data.prompt_key, record.get("raw_prompt"))
         check_text(record, f"{where}, item {i}")
-        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key))
+        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.image_key))
     return rows
 
 
@@ -186,6 +197,8 @@ def render(
             "actor_rollout_ref.model.custom_chat_template"
         )
     options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    if getattr(tokenizer, "renders_parts", False):  # set by `load_processor`: some templates know no plain text
+        messages = [with_parts(message) for message in messages]
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError
@@ -252,7 +265,7 @@ def _owners(offsets: Spans, spans: Spans) -> list[int]:
 
 
 def tokenized(
-    tokenizer: Any, rows: Iterable[Any], total: int, read: Callable[[Any, Sequence[Any]], Iterable[Any]] = token_ids
+    tokenizer: Any, rows: Iterable[Any], total: int, read: Callable[[Any, Sequence[Any]], Iterable[Any]]
 ) -> Iterator[Any]:
     """Each of `total` texts read by the tokenizer (`read`), in chunks, with progress."""
     rows, done = iter(rows), 0

@@ -24,7 +24,7 @@ from valor.engines.optim import lr_factor
 from valor.errors import Diverged
 from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.policy import Reference
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, model_rows
 
 Limit = int | None
 LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, Any]]]
@@ -178,7 +178,7 @@ class TrainingEngine(ABC):
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
         max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
         packed, shared = getattr(self.module, "packed", False), lengths and getattr(self.module, "shared", False)
-        order = RowOrder(*self.module.in_families(batch.tensors)) if shared else RowOrder.by_length(lengths)
+        order = RowOrder(*self.module.in_families(batch)) if shared else RowOrder.by_length(lengths)
         limits = {"max_tokens": max_tokens, "max_rows": max_rows}
         return MicroBatches(lengths, order, self._budgets[verb], **limits, packed=packed)
 
@@ -231,7 +231,7 @@ def rows_of(batch: Batch, indices: list[int]) -> Batch:
     A Batch, which FSDP leaves where it is: rows are put together on the CPU, then moved.
     """
     if indices:
-        return batch.take(indices).select(ROW_FIELDS)
+        return model_rows(batch.take(indices))
     token, length = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
     return Batch(dict(zip(ROW_FIELDS, (token, length, token, length), strict=True)))
 

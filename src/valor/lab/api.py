@@ -258,7 +258,8 @@ class PPO(PythonRun):
     @property
     def policy(self) -> Any:
         """The policy's present weights, a transformers model."""
-        return self._loaded("actor", "AutoModelForCausalLM")
+        images = getattr(self.config.data, "image_key", None) is not None
+        return self._loaded("actor", "AutoModelForImageTextToText" if images else "AutoModelForCausalLM")
 
     @property
     def critic(self) -> Any:

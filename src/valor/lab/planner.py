@@ -13,13 +13,14 @@ import psutil
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 
 from valor.config import BackboneConfig, FSDPConfig, PPOConfig, load
 from valor.config.actor import UpdateConfig
 from valor.errors import UserError
 from valor.models.classifier import register_classifier
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
+from valor.models.images import policy_class
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
@@ -86,7 +87,7 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
         if value_head:
             register_classifier(AutoModelForTokenClassification, config, model.path)
             config.num_labels = 1
-        hf: Any = (AutoModelForTokenClassification if value_head else AutoModelForCausalLM).from_config(config)
+        hf: Any = (AutoModelForTokenClassification if value_head else policy_class(config)).from_config(config)
     weights = sum(p.numel() for p in hf.parameters())
     stacks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in each.parameters()) for stack in stacks for each in stack), default=weights)

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -21,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from valor.errors import UserError
-from valor.models.internals import register_model
+from valor.models.internals import read_weights_as, register_model
 
 # Of each: the form of a class made here, and the config types for which transformers has a class.
 _CLASSIFIERS: dict[Any, tuple[Any, Any]] = {
@@ -48,16 +49,24 @@ def register_classifier(auto: Any, config: Any, path: str) -> None:
     kind, (generic, there) = type(config), _CLASSIFIERS[auto]
     if kind in there:
         return
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_MAPPING:
+    policies = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    causal: Any = next((mapping[kind] for mapping in policies if kind in mapping), None)
+    if causal is None or kind not in MODEL_MAPPING:
         raise UserError(
             f"transformers itself has no causal language model of type '{config.model_type}', so '{path}' can be "
             "neither a critic nor a reward model: give a model of another family"
         )
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     family = _family(causal)
     parts = {"base_model_prefix": family.base_model_prefix or "model", "config_class": kind, "__module__": __name__}
     name = family.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")
     register_model(auto, kind, type(name, (generic, family), parts))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        read_weights_as(name, causal.__name__)
+
+
+def is_made(hf: PreTrainedModel) -> bool:
+    """Whether transformers has no such class."""
+    return any(c.__module__ == __name__ for c in type(hf).__mro__)
 
 
 def write_class(hf: PreTrainedModel, path: Path | str) -> None:

@@ -2,19 +2,24 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from valor.data.templates import end_tokens
-from valor.models.classifier import write_class
+from valor.models.classifier import is_made, write_class
 from valor.models.hf import published_config, quiet_transformers, tied_names
+from valor.models.images import vision_tower
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -35,7 +40,9 @@ def export_hf(
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = dict(plain_weights(model, weights.items()))
     with quiet_transformers(), published_config(model.hf):
-        model.hf.save_pretrained(path, state_dict=plain)
+        # Where our class comes with the model, transformers knows no other names of its weights.
+        renamed = is_made(model.hf) and vision_tower(model.hf) is not None
+        model.hf.save_pretrained(path, state_dict=plain, save_original_format=not renamed)
     write_class(model.hf, path)
     if tokenizer is not None:
         write_tokenizer(tokenizer, path)
@@ -52,6 +59,14 @@ def write_tokenizer(tokenizer: Any, path: Path | str) -> None:
         ends = list(dict.fromkeys(end for end in [*stated, *end_tokens(tokenizer)] if end is not None))
         config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
         config.save_pretrained(path)
+
+
+def copy_processor(source: Path | str, path: Path) -> None:
+    """Copy what the model at `source`, a directory or a name on the hub, has of a processor of images."""
+    for name in _PROCESSOR_FILES:
+        file = Path(source) / name if Path(source).is_dir() else try_to_load_from_cache(str(source), name)
+        if isinstance(file, str | Path) and Path(file).is_file():
+            copyfile(file, path / name)
 
 
 def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -99,6 +99,23 @@ def register_model(auto: Any, config: type, made: type) -> None:
         auto._model_mapping._extra_content[config] = made
 
 
+def read_weights_as(made: str, other: str) -> None:
+    """Make a class of ours read checkpoints under the names that transformers' class `other` reads."""
+    from transformers import conversion_mapping
+
+    if (names := conversion_mapping.get_checkpoint_conversion_mapping(other)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(made, names, overwrite=True)
+
+
+def processor_without_video(config: Any) -> Any:
+    """The processor class of a model's config, as one of images and text: what reads video needs torchvision."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    parts = [name for name in kind.get_attributes() if "video" not in name]
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: parts)})
+
+
 def unsplit_classes(module: nn.Module) -> set[str]:
     """Names of the classes that transformers marks as not to be split over devices: the layers."""
     return {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}

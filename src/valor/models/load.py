@@ -14,7 +14,6 @@ from torch import nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -28,7 +27,8 @@ from valor.errors import UserError
 from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers
-from valor.models.internals import checkpoint_layers
+from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
+from valor.models.internals import checkpoint_layers, processor_without_video
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
@@ -82,6 +82,22 @@ def load_policy_tokenizer(config: PPOConfig) -> Any:
     return load_model_tokenizer(config.actor_rollout_ref.model, chat=True)
 
 
+def load_processor(config: PPOConfig, tokenizer: Any) -> Any:
+    """The policy's processor of texts with images, with this tokenizer. UserError: its model reads no images, or not
+    in a way that is known here."""
+    model = config.actor_rollout_ref.model
+    kind = load_model_config(model)
+    if kind.model_type not in FAMILIES:
+        raise UserError(
+            f"data.image_key={config.data.image_key}: '{model.path}' is a model of type {kind.model_type}, and images "
+            f"are read by {', '.join(FAMILIES)}: take such a model, or drop image_key"
+        )
+    with _as_user_errors(model.path, "processor"), quiet_transformers():
+        processor = processor_without_video(kind).from_pretrained(_resolve(model.path))
+    processor.tokenizer, tokenizer.renders_parts = tokenizer, True
+    return processor
+
+
 def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     """UserError: the critic's vocabulary is not that of the policy's `tokenizer`, or all critics of an ensemble would
     be equal. The critic never sees text: merges and templates do not matter.
@@ -126,12 +142,15 @@ def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str |
     return None
 
 
-def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:
+def load_policy(
+    model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42, frozen_vision: bool = False
+) -> PolicyModel:
     """The causal language model at `model.path` on the CPU in `dtype`, dropout off. `seed`: of new adapters."""
-    hf, info = _from_pretrained(AutoModelForCausalLM, model, load_model_config(model), dtype)
+    config = load_model_config(model)
+    hf, info = _from_pretrained(policy_class(config), model, config, dtype)
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
-    _prepare(hf, model, seed)
+    _prepare(hf, model, seed, frozen_vision=frozen_vision)
     return PolicyModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes)
 
 
@@ -143,6 +162,7 @@ def load_value_model(
     seed: int = 42,
     levels: tuple[float, float] = ALL_LEVELS,
     target: str = "absolute",
+    frozen_vision: bool = False,
 ) -> ValueModel:
     """A token-classification model from the checkpoint at `model.path`, dropout off.
 
@@ -169,7 +189,7 @@ def load_value_model(
     )
     value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes, levels=levels)
     _fill_head(value.head, info["missing_keys"], model.value_head_init, config, seed)
-    _prepare(hf, model, seed)
+    _prepare(hf, model, seed, frozen_vision=frozen_vision)
     return value
 
 
@@ -324,9 +344,11 @@ def _integers(folder: str) -> set[str]:
     return names
 
 
-def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
-    """Adapters and gradient checkpointing, as `model` asks for them."""
+def _prepare(hf: Any, model: BackboneConfig, seed: int, *, frozen_vision: bool = False) -> None:
+    """Adapters and gradient checkpointing, as `model` asks for them, and what is not trained."""
     add_adapters(hf, model, base=_resolve(model.path), seed=seed)
+    if frozen_vision:
+        freeze_vision_tower(hf)
     if not model.enable_gradient_checkpointing:
         return
     try:

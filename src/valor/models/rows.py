@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from valor.data.batch import Batch
+from valor.data.images import IMAGES
 from valor.data.positions import rope_limit
 from valor.errors import UserError
 from valor.models.attention import Segments
 from valor.models.hf import disable_dropout, input_device
+from valor.models.images import ImageInputs, RowImages, image_sources
 from valor.models.packing import PutTogether, enable_packing, packing
 
 _FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
@@ -45,7 +48,8 @@ class CompactRows:
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right, where a causal model does not see it. Packed rows are one row, b = 1, with
-    `position_ids` and their `segments`; a shared prefix may lie there once. Where ranks divide the rows, L and N are
+    `position_ids` and their `segments`; a shared prefix may lie there once. `images`: what is read at image tokens, in
+    place of their embeddings; `position_ids` then may be threefold, [3, b, L]. Where ranks divide the rows, L and N are
     this rank's, in the order of the positions; `mask` is all ranks', and this rank's first response token is number
     `begin` of `total` in the `group`.
     """
@@ -60,18 +64,24 @@ class CompactRows:
     begin: int = 0
     total: int = 0
     rank: Tensor | None = None  # [total] int64, where ranks divide rows: each response token's number among all ranks'
+    images: ImageInputs | None = None
 
     def to(self, device: torch.device) -> CompactRows:
         """The same with its tensors on `device`."""
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         segments = None if self.segments is None else self.segments.to(device)
-        return replace(self, **moved, segments=segments)
+        images = None if self.images is None else self.images.to(device)
+        return replace(self, **moved, segments=segments, images=images)
 
     def read_by(self, model: Any, **options: Any) -> Any:
         """The output of a transformers model (or its base) on these rows."""
-        packed = {} if self.segments is None else {"position_ids": self.position_ids, "segments": self.segments}
+        packed = {} if self.segments is None else {"segments": self.segments}
+        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        options = {"use_cache": False, **positions, **packed, **options}
         with packing(self.segments):
-            return model(input_ids=self.input_ids, use_cache=False, **packed, **options)
+            if self.images is not None:
+                return self.images.read_by(model, self.input_ids, **options)
+            return model(input_ids=self.input_ids, **options)
 
     def gather(self, states: Tensor) -> Tensor:
         """The states [b, L, H] at the predicting positions, [N, H]."""
@@ -113,20 +123,39 @@ class RowReader(nn.Module):
                 f"the batch beyond {self._longest}: set the lengths so that no row is longer, or take another model"
             )
         layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
-        return compact_rows(rows, **layout).to(input_device(self.hf))
+        images = RowImages.of(self.hf, model_inputs(rows)[0], files) if (files := self._images_of(rows)) else None
+        return compact_rows(rows, **layout, images=images).to(input_device(self.hf))
 
     def in_families(self, rows: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
         """As the function of this name."""
-        return in_families(*model_inputs(rows))
+        ids, lengths = model_inputs(rows)
+        if files := self._images_of(rows):
+            ids = told_apart(ids, image_sources(self.hf, ids, files))
+        return in_families(ids, lengths)
+
+    def _images_of(self, rows: Any) -> list[str] | None:
+        """The files of the rows' images. UserError: prompts have image tokens, and the rows no column of images."""
+        if IMAGES in rows:
+            return rows.objects[IMAGES]
+        token = getattr(self.hf.config, "image_token_id", None)
+        if token is not None and bool((rows["prompts"] == token).any()):
+            raise UserError("prompts have image tokens, and there are no images with them: set data.image_key")
+        return None
 
 
 def compact_rows(
-    rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, sharing: Sharing = ALONE
+    rows: Mapping[str, Tensor],
+    *,
+    packed: bool = False,
+    shared: bool = False,
+    sharing: Sharing = ALONE,
+    images: RowImages | None = None,
 ) -> CompactRows:
     """Joins prompts [b, P] and responses [b, T] without a gap; on the device of the rows, best the CPU.
 
     packed: without padding between rows. shared: a packed row omits the tokens that it begins with as the row before
-    (`shared_beginnings`). sharing: how ranks divide packed rows. ValueError: a row without a prompt token.
+    (`shared_beginnings`). sharing: how ranks divide packed rows. images: those of the rows, whose ranks do not divide
+    them. ValueError: a row without a prompt token.
     """
     prompt_lengths, response_lengths, responses = rows["prompt_lengths"], rows["response_lengths"], rows["responses"]
     if bool((prompt_lengths < 1).any()):
@@ -139,8 +168,10 @@ def compact_rows(
     last_of_prompt = prompt_lengths[:, None] - 1
     row = torch.arange(count, device=device)[:, None]
     if not packed:
-        return CompactRows(ids, (row * length + last_of_prompt + step)[mask], responses[mask], mask)
-    skipped = shared_beginnings(ids, read) if shared else torch.zeros_like(read)
+        seen = {} if images is None else {"images": images.inputs(), "position_ids": images.positions}
+        return CompactRows(ids, (row * length + last_of_prompt + step)[mask], responses[mask], mask, **seen)
+    compared = ids if images is None else told_apart(ids, images.source)
+    skipped = shared_beginnings(compared, read) if shared else torch.zeros_like(read)
     position = _positions(read - skipped, skipped, length)
     is_read = (column >= skipped[:, None]) & (column < read[:, None])
     predictor = position.gather(1, (last_of_prompt + step).clamp(max=length - 1))[mask]
@@ -148,7 +179,10 @@ def compact_rows(
     if bool(skipped.any()):
         segments = segments.reading(read.tolist(), position[column < read[:, None]])
     columns = column.expand_as(ids)[is_read][None]
-    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments)
+    seen = None if images is None else images.inputs(images.source[is_read])
+    if images is not None and images.positions is not None:
+        columns = images.positions[:, None, is_read]
+    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments, images=seen)
     return rows_of_all if sharing == ALONE else _divided(rows_of_all, sharing)
 
 
@@ -162,6 +196,16 @@ def model_inputs(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     source = torch.where(in_response, prompts.shape[1] + column - p, column.clamp(max=prompts.shape[1] - 1))
     ids = torch.cat([prompts, responses], dim=1).gather(1, source)
     return ids.masked_fill(column >= total[:, None], 0), (total - 1).clamp(min=1)
+
+
+def model_rows(batch: Batch) -> Batch:
+    """The columns that a model reads."""
+    return batch.select([*ROW_FIELDS, *[IMAGES] * (IMAGES in batch)])
+
+
+def told_apart(ids: Tensor, source: Tensor) -> Tensor:
+    """Ids [b, L] to compare rows by: at images, a number for each feature (`RowImages.source`) below all ids."""
+    return torch.where(source >= 0, -1 - source, ids)
 
 
 def shared_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:

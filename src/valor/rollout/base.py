@@ -87,6 +87,7 @@ class Request:
     `seed` and the token's index alone decide the random numbers: two requests with equal prompt, parameters and seed
     give equal samples wherever and beside whatever they run. `on_finish` is called with the output. `so_far`: output
     of an aborted request for the same sequence, which this one continues; its output then has the tokens of both.
+    `images`: the file of what the prompt's image tokens stand for (`valor.data.images`).
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class Request:
     seed: tuple[int, ...] = (0,)
     on_finish: Callable[[Output], None] | None = field(default=None, compare=False)
     so_far: Output | None = field(default=None, compare=False)
+    images: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:

@@ -21,6 +21,7 @@ class BuildContext:
     eos_token_ids: Sequence[int]
     device: torch.device
     actor: Any  # the actor's engine (valor.engines.base.TrainingEngine); None: generation has processes of its own
+    images: bool = False  # whether prompts may have some
 
 
 @dataclass(frozen=True)

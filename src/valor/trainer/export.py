@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -16,8 +15,9 @@ from valor.engines import checkpoint as engine_checkpoint
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import UserError
 from valor.models.classifier import register_classifier
-from valor.models.export import export_hf
+from valor.models.export import copy_processor, export_hf
 from valor.models.hf import quiet_transformers
+from valor.models.images import policy_class
 from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_config
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
@@ -28,7 +28,7 @@ TOKENIZER_DIR = "tokenizer"
 _KINDS: list[tuple[str, Any, Any]] = [  # by the end of the class that the checkpoint names
     ("ForTokenClassification", ValueModel, AutoModelForTokenClassification),
     ("ForSequenceClassification", RewardModel, AutoModelForSequenceClassification),
-    ("", PolicyModel, AutoModelForCausalLM),
+    ("", PolicyModel, None),  # `policy_class`
 ]
 
 
@@ -46,11 +46,14 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         raise UserError(f"'{out}' is not empty: give a new folder")
     config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     kind, auto = next((kind, auto) for end, kind, auto in _KINDS if config.architectures[0].endswith(end))
-    if kind is not PolicyModel:
+    if auto is None:
+        auto = policy_class(config)
+    else:
         register_classifier(auto, config, str(folder))
     model = kind(_empty(auto, folder, config))
     engine_checkpoint.load(folder, model, None)
     export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
+    copy_processor(checkpoint / TOKENIZER_DIR, out)
 
 
 def _empty(auto: Any, folder: Path, config: Any) -> Any:

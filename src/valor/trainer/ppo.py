@@ -19,12 +19,14 @@ from valor.controller.group import Pools
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset
+from valor.models.export import copy_processor
 from valor.models.load import check_critic
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import check_components
 from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.checks import placed
+from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.old_log_probs import OldLogProbs
 from valor.trainer.phases.base import Resources
 from valor.trainer.phases.schedule import Schedule
@@ -163,6 +165,16 @@ class PPORun(Run):
         super().resume(checkpoint)
         self.collector.load(checkpoint.folder / _COLLECTOR_DIR)
 
+    def write_model(self, role: str, folder: Path | None = None) -> Path:
+        folder = super().write_model(role, folder)
+        self._write_processor(folder)
+        return folder
+
+    def _write_processor(self, folder: Path) -> None:
+        if self.config.data.image_key is not None:
+            copy_processor(self.config.actor_rollout_ref.model.path, folder)
+
     def _write_roles(self, folder: Path) -> None:
         super()._write_roles(folder)
+        self._write_processor(folder / TOKENIZER_DIR)
         self.collector.save(folder / _COLLECTOR_DIR, self.step)

@@ -12,6 +12,7 @@ from valor.config import PPOConfig
 from valor.config.distillation import DistillationConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
+from valor.data.images import IMAGES
 from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
@@ -22,7 +23,7 @@ from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
 
-_ROWS = (*ROW_FIELDS, "response_mask", "episode")
+_ROWS = (*ROW_FIELDS, IMAGES, "response_mask", "episode")
 _CRITIC_COLUMNS = (*_ROWS, "values", "returns", "quantile_returns")
 _ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "positive")
 

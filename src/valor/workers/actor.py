@@ -17,7 +17,7 @@ from valor.data.batch import Batch
 from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
 from valor.models.policy import Reference
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, model_rows
 from valor.models.states import StateProjection
 from valor.models.token_log_probs import Divergence
 from valor.rollout.registry import GENERATION_ENGINES
@@ -42,7 +42,7 @@ class ActorWorker(ModelRole):
         self._log_prob_limits = {"max_tokens": rollout.log_prob_max_token_len_per_gpu, "max_rows": rollout.max_rows}
         self._store: TCPStore | None = None
         self._channel: WeightChannel | None = None
-        load = partial(load_policy, shared.model, seed=self.seed)
+        load = partial(load_policy, shared.model, seed=self.seed, frozen_vision=actor.freeze_vision_tower)
         super().__init__(context, actor, shared.model, load, total_steps=facts.learning_steps)
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
@@ -53,7 +53,7 @@ class ActorWorker(ModelRole):
         (Σ_v π(v)² of each position), `full_kl` (the exact KL to the reference) if asked."""
         with self.on_device() as engine, self._reference(with_full_kl) as reference:
             out = engine.forward(
-                batch.select(ROW_FIELDS),
+                model_rows(batch),
                 **self._log_prob_limits,
                 temperature=batch.meta["temperature"],
                 with_entropy=with_entropy,

@@ -13,7 +13,7 @@ from valor.data.batch import Batch
 from valor.engines.base import LossFn
 from valor.errors import UserError
 from valor.models.load import load_value_model
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, model_rows
 from valor.models.value import ValueHead
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
@@ -32,7 +32,13 @@ class CriticWorker(ModelRole):
         head = None if critic.freeze else value_head(critic)  # a frozen critic keeps its saved head
         seed = config.trainer.seed + member
         load = partial(
-            load_value_model, critic.model, head=head, seed=seed, levels=critic.value_levels, target=critic.target
+            load_value_model,
+            critic.model,
+            head=head,
+            seed=seed,
+            levels=critic.value_levels,
+            target=critic.target,
+            frozen_vision=critic.freeze_vision_tower,
         )
         steps, trains = facts.learning_steps, not critic.freeze
         super().__init__(context, critic, critic.model, load, total_steps=steps, trainable=trains)
@@ -45,7 +51,7 @@ class CriticWorker(ModelRole):
         with_quantiles: also `quantiles` [B, T, K], where the head gives a distribution. with_end: also
         `bootstrap_values` [B], the value of the state after the last response token.
         """
-        rows = batch.select(ROW_FIELDS)
+        rows = model_rows(batch)
         with self.on_device() as engine:
             longer = longer_rows(rows) if with_end else rows
             outputs = engine.forward(longer, **self._limits, with_quantiles=with_quantiles)

@@ -17,7 +17,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.engines.distributed import max_over_ranks
 from valor.errors import UserError
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, model_rows
 from valor.models.states import StateProjection, state_features
 from valor.tracking.rundir import disk_errors
 from valor.workers.critic import state_values
@@ -55,7 +55,7 @@ class ProbeCritic:
     def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
         """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token.
         with_quantiles: the same, as it has no distribution."""
-        rows = batch.select(ROW_FIELDS)
+        rows = model_rows(batch)
         longer = longer_rows(rows) if with_end else rows
         values = torch.zeros(longer["responses"].shape)
         for part, features in self._features(longer):
@@ -67,7 +67,7 @@ class ProbeCritic:
         """Refit with a step's `returns` where `response_mask` is 1; metrics are of the step, over all ranks."""
         parts = [
             self._evidence(features, batch["returns"][part], batch["response_mask"][part])
-            for part, features in self._features(batch.select(ROW_FIELDS))
+            for part, features in self._features(model_rows(batch))
         ]
         return self._fit.learn(self._over_ranks(Evidence.total(parts)))
 
@@ -76,7 +76,7 @@ class ProbeCritic:
         """`update` whose forward pass also gives the `values` [B, T], and whose targets are the `estimator`'s, as in
         CriticWorker."""
         (name, options), parts, values = estimator, list[Evidence](), torch.zeros(batch["responses"].shape)
-        for part, features in self._features(batch.select(ROW_FIELDS)):
+        for part, features in self._features(model_rows(batch)):
             mask = batch["response_mask"][part]
             values[part] = self._fit.predict(features).float().cpu() * (mask != 0)
             present = {"values": values[part], "response_mask": mask}

@@ -10,7 +10,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.load import load_policy
 from valor.models.policy import Reference
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, model_rows
 from valor.models.states import StateProjection
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
@@ -43,7 +43,7 @@ class ReferenceWorker:
     def compute_log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs` [B, T]."""
         with self._role.on_device() as engine, engine.without_adapters():
-            rows = batch.select(ROW_FIELDS)
+            rows = model_rows(batch)
             out = engine.forward(rows, **self._limits, temperature=batch.meta["temperature"])
         return Batch({"ref_log_probs": out["log_probs"]})
 

@@ -38,8 +38,8 @@ class RolloutWorker:
         self._channel: WeightChannel | None = None
         self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
-        ends = end_token_ids(model, facts.eos_token_ids)
-        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
+        ends, by_images = end_token_ids(model, facts.eos_token_ids), config.data.image_key is not None
+        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside, by_images))
         self._tokenizer = load_policy_tokenizer(config)
         self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
         self._config = rollout

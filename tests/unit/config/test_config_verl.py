@@ -152,7 +152,7 @@ def test_spellings_without_effect_say_why(given):
         (f"{A}.profiler.tool_config.npu.level=level0", "traces are torch's"),
         (f"{A}.optim.optimizer_impl=bitsandbytes.optim", "the optimizer is torch.optim.AdamW"),
         ("+critic.optim.override_optimizer_config.momentum=1", "the optimizer is torch.optim.AdamW"),
-        ("data.image_key=images", "training is on text"),
+        ("data.video_key=videos", "prompts have text and images, no video and no audio: drop it"),
         (f"{R}.quantization=fp8", "generation is not quantized"),
         (f"{A}.state_masking=false", "what the policy is told is never trained on: leave it at true"),
         (f"{R}.do_sample=false", "training rollouts are always sampled"),

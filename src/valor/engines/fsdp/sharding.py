@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from valor.config.engine import FSDPConfig
 from valor.engines.fsdp.loading import take_weights
 from valor.errors import UserError
+from valor.models.images import vision_tower
 from valor.models.internals import hooks_off, unsplit_classes
 
 
@@ -85,10 +86,14 @@ def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
-    """The outermost blocks that transformers marks as not to be split."""
+    """The outermost blocks that transformers marks as not to be split. Those of a vision tower stay with the root: a
+    rank whose rows have no images does not call them."""
     names = unsplit_classes(module)
+    tower = vision_tower(module.hf) if hasattr(module, "hf") else None
+    apart = set() if tower is None else {id(part) for part in tower.modules()}
     blocks = [part for part in module.modules() if type(part).__name__ in names and part is not module]
     inner = {id(p) for block in blocks for p in block.modules() if p is not block}
+    inner |= apart
     return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]
 
 

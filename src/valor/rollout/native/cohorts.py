@@ -8,14 +8,16 @@ So no state ever sees a padding token, and every row has the numbers it would ha
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from valor.errors import out_of_memory
+from valor.errors import UserError, out_of_memory
 from valor.models.hf import input_device
+from valor.models.images import RowImages
 from valor.rollout.native.requests import Group, Row
 from valor.rollout.sampling import BatchSampler
 
@@ -23,14 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class Cohort:
-    """Rows of one length, and the cache that `hf` keeps of them; `cached=False`: every step reads all tokens again."""
+    """Rows of one length, and the cache that `hf` keeps of them; `cached=False`: every step reads all tokens again.
+    images: those of the rows, of a model whose cache works."""
 
-    def __init__(self, hf: nn.Module, ids: Tensor, *, cached: bool) -> None:
+    def __init__(self, hf: Any, ids: Tensor, *, cached: bool, images: RowImages | None = None) -> None:
         self._hf, self._ids = hf, ids
         self._cache = DynamicCache(config=hf.config.get_text_config()) if cached else None  # pyright: ignore
         takes = inspect.signature(hf.forward).parameters
-        self._name = "past_key_values" if "past_key_values" in takes else "cache_params"  # Mamba's
+        names = ("past_key_values", "cache", "cache_params")  # before transformers 5.24, since then, Mamba's
+        self._name = next((name for name in names if name in takes), names[0])
         self._unread = ids.shape[1]  # tokens at the end of `ids` that the cache does not hold
+        self._images = images
+        self._shift: Tensor | None = None  # [B, 1] of the positions behind the images, where these take fewer
 
     def logits(self) -> Tensor:
         """[B, V] after the last token of each row."""
@@ -38,15 +44,29 @@ class Cohort:
         if self._cache is None:
             return self._hf(input_ids=self._ids, use_cache=False).logits[:, -1]
         positions = torch.arange(length - self._unread, length, device=self._ids.device)[None]
+        if self._images is not None:
+            return self._prefill(self._images, positions)
+        if self._shift is not None:
+            positions = positions + self._shift
         inputs = {"input_ids": self._ids[:, length - self._unread :], "position_ids": positions}
         out = self._hf(**inputs, **{self._name: self._cache}, use_cache=True)
         self._unread = 0
         return out.logits[:, -1]
 
+    def _prefill(self, images: RowImages, positions: Tensor) -> Tensor:
+        """[B, V] after prompts with images, which only this pass reads."""
+        if images.positions is not None:
+            positions = images.positions.to(positions.device)
+            self._shift = positions.amax((0, 2))[:, None] + 1 - self._ids.shape[1]
+        options = {"position_ids": positions, self._name: self._cache, "use_cache": True, "logits_to_keep": 1}
+        self._unread, self._images = 0, None
+        return images.inputs().to(positions.device).read_by(self._hf, self._ids, **options).logits[:, -1]
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order; a row may come more than once."""
         index = torch.tensor(rows, device=self._ids.device)
         self._ids = self._ids[index]
+        self._shift = None if self._shift is None else self._shift[index]
         if self._cache is not None:
             self._cache.reorder_cache(index)  # pyright: ignore[reportArgumentType]
 
@@ -89,10 +109,14 @@ def decode(
 ) -> None:
     """Generate `rows`, the samples of `groups` in order, whose prompts have one length.
 
-    finish: asked of each row after each token; True takes it out. RuntimeError: the logits are not finite.
+    finish: asked of each row after each token; True takes it out. RuntimeError: the logits are not finite. UserError:
+    images, and no cache.
     """
-    device = input_device(hf)
-    cohort = Cohort(hf, torch.tensor([group.prompt_ids for group in groups], device=device), cached=cached)
+    device, ids = input_device(hf), torch.tensor([group.prompt_ids for group in groups])
+    images = RowImages.of(hf, ids, [group.images for group in groups])
+    if images is not None and not cached:
+        raise UserError(f"{type(hf).__name__} has no cache that works, and needs one to answer prompts with images")
+    cohort = Cohort(hf, ids.to(device), cached=cached, images=images)
     logits, first = cohort.logits(), [i for i, group in enumerate(groups) for _ in group.members]
     cohort.select(first)
     logits = logits[torch.tensor(first, device=device)]

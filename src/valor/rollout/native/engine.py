@@ -7,6 +7,7 @@ that last token. Decoding, sampling and log-probabilities so have one path: a st
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class NativeEngine(RolloutEngine):
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
     `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory. A row that reaches the model's
-    `num_positions` ends with "length".
+    `num_positions` ends with "length". images: prompts may have some, which only the model's own forward pass reads.
     """
 
     weight_mode: WeightMode = "shared"
@@ -58,9 +59,10 @@ class NativeEngine(RolloutEngine):
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
+        images: bool = False,
     ) -> None:
         self._hf = hf
-        self._by_cohorts = not has_slots(hf)
+        self._by_cohorts = images or not has_slots(hf)
         self._cached: bool | None = None  # whether the model's own cache works, once that is known
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
@@ -279,8 +281,8 @@ class NativeCopy(NativeEngine):
 
     weight_mode: WeightMode = "copied"
 
-    def __init__(self, policy: PolicyModel, *, eos_token_ids: Sequence[int], max_num_seqs: int) -> None:
-        super().__init__(policy.requires_grad_(False).hf, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+    def __init__(self, policy: PolicyModel, **settings: Any) -> None:
+        super().__init__(policy.requires_grad_(False).hf, **settings)
         self._weights = dict(plain_weights(policy, policy.state_dict().items()))
         self.weights_version = None
 

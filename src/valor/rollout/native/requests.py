@@ -102,10 +102,14 @@ class Intake:
 
 @dataclass(slots=True)
 class Group:
-    """Requests with the same known tokens: prompt, and response so far."""
+    """Requests with the same images and known tokens: prompt, and response so far."""
 
     prompt_ids: tuple[int, ...]
     members: list[Request]
+
+    @property
+    def images(self) -> str:
+        return self.members[0].images
 
 
 class Waiting:
@@ -117,9 +121,10 @@ class Waiting:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue further requests; those of one call that have equal prompts start together."""
-        groups: dict[tuple[int, ...], Group] = {}
+        groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         for request in requests:
-            groups.setdefault(request.known_ids, Group(request.known_ids, [])).members.append(request)
+            key = request.images, request.known_ids
+            groups.setdefault(key, Group(request.known_ids, [])).members.append(request)
         # The sort is stable, so equal lengths stay in the order in which they came.
         self._queue = sorted([*reversed(self._queue), *groups.values()], key=lambda g: -len(g.prompt_ids))[::-1]
 

@@ -1,5 +1,7 @@
 """What the native engine tells of itself."""
 
+from typing import Any
+
 import torch
 
 from valor.config.ppo import PPOConfig
@@ -25,7 +27,8 @@ def _plan(config: PPOConfig) -> str:
 
 def _build(context: BuildContext) -> NativeEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
-    settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
+    settings: dict[str, Any] = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
+    settings["images"] = context.images
     actor = context.actor
     if actor is not None and actor.generation_module is not None:
         return NativeEngine(actor.generation_module, unsharded=actor.unsharded, **settings)

@@ -21,8 +21,9 @@ _COLLECTED = """
 COLLECTED = frozenset(_COLLECTED.split())
 """Columns of every collected batch. [B, T]: response_mask, rollout_log_probs, token_level_scores."""
 
-COLLECTED_SOMETIMES = frozenset(("episode", "turn_ids", "reward_baselines", "progress"))
-"""Columns of some batches: rows of an episode, turn of each token, ReMax's baseline, a prover's progress."""
+COLLECTED_SOMETIMES = frozenset(("episode", "turn_ids", "reward_baselines", "progress", "images"))
+"""Columns of some batches: rows of an episode, turn of each token, ReMax's baseline, a prover's progress, the prompts'
+images (which a phase that reads `prompts` gets too)."""
 
 EVERY_COLUMN = frozenset(("*",))
 

@@ -8,6 +8,7 @@ import torch
 
 from valor.controller.group import Pools
 from valor.data.batch import Batch
+from valor.data.images import IMAGES
 from valor.errors import UserError, did_you_mean
 from valor.tracking.metrics import Timer
 from valor.trainer.phases.base import COLLECTED, COLLECTED_SOMETIMES, EVERY_COLUMN, Metrics, Phase, Resources
@@ -93,7 +94,8 @@ def _run(phase: Phase, batch: Batch, columns: Sequence[Batch], step: int, timer:
     for added in columns:
         batch = batch.union(added)
     if not (phase.reads | phase.reads_if_there) & EVERY_COLUMN:
-        batch = batch.select([*sorted(phase.reads), *sorted(name for name in phase.reads_if_there if name in batch)])
+        there = {*phase.reads_if_there, *[IMAGES] * ("prompts" in phase.reads)}  # which belong to the prompts
+        batch = batch.select([*sorted(phase.reads), *sorted(name for name in there if name in batch)])
     if phase.skips(batch, step):
         return Batch(), {}
     with timer(phase.timing(batch, step)):

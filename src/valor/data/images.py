@@ -1,0 +1,147 @@
+"""Images of prompts: found, checked, and made once into what the model reads, in files that rows name.
+
+A row's images are a list, or one: bytes of an image file, a path (from the folder of the data file), or a dictionary
+with `bytes` or `path` (`image` in its place), as parquet files of the Hugging Face hub have them. PIL images come from
+dataset classes. Each has one `<image>` in the row's messages.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from valor.data.messages import Messages, kind_of
+from valor.errors import UserError, did_you_mean
+
+IMAGES = "images"
+"""The column of batches with the file of each row's images; empty text: the row has none."""
+
+PLACEHOLDER = "<image>"
+_OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+
+Source = bytes | Path
+"""An image file, or what is in one."""
+
+
+def parse_images(value: Any, where: str) -> tuple[Source, ...]:
+    """A record's images. UserError: a value is no image, or its file does not exist. `where` begins with the data
+    file, from whose folder paths count."""
+    if value is None:
+        return ()
+    values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    folder = Path(where.rpartition(",")[0]).parent
+    return tuple(_source(value, folder, f"{where}, image {i}") for i, value in enumerate(values))
+
+
+def _source(value: Any, folder: Path, where: str) -> Source:
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "path", "image") if value.get(key) is not None), value)
+    if isinstance(value, str):
+        path = folder / Path(value.removeprefix("file://")).expanduser()
+        if not path.is_file():
+            raise UserError(f"{where}: there is no file '{path}': correct the path, or leave the row out")
+        return path
+    if hasattr(value, "save") and hasattr(value, "mode"):  # a PIL image
+        stream = io.BytesIO()
+        value.save(stream, "PNG")
+        return stream.getvalue()
+    if not isinstance(value, bytes | bytearray):
+        raise UserError(f"{where}: must be bytes, a path, or a dictionary with one of them, got {kind_of(value)}")
+    return bytes(value)
+
+
+def in_parts(messages: Messages, count: int, where: str) -> list[dict[str, Any]]:
+    """Messages with lists of parts as content, a part {"type": "image"} for each `<image>`. UserError: there are not
+    `count` of these."""
+    places = sum(message["content"].count(PLACEHOLDER) for message in messages)
+    if places != count:
+        raise UserError(
+            f"{where}: the messages have {places} {PLACEHOLDER} and the row has {count} images: each has one place"
+        )
+    return [with_parts(message, PLACEHOLDER) for message in messages]
+
+
+def with_parts(message: Mapping[str, Any], placeholder: str | None = None) -> dict[str, Any]:
+    """A message whose content is text as one with a list of parts."""
+    if not isinstance(message["content"], str):
+        return dict(message)
+    content: list[dict[str, str]] = []
+    for number, piece in enumerate(message["content"].split(placeholder) if placeholder else [message["content"]]):
+        content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return {**message, "content": content}
+
+
+class ImageFiles:
+    """Makes what a model reads of a prompt's images, and writes it to `folder`, by its content: equal images lie there
+    once, and are found by later runs.
+
+    processor: transformers' of the model. options: its keyword arguments, such as min_pixels. UserError: it has none of
+    that name.
+    """
+
+    def __init__(self, processor: Any, folder: str, options: Mapping[str, Any]) -> None:
+        self.processor, self._folder, self._options = processor, Path(folder), dict(options)
+        images = processor.image_processor
+        names = images.valid_kwargs.__annotations__
+        if unknown := next((name for name in options if name not in names), None):
+            listed = ", ".join(sorted(names))
+            raise UserError(
+                f"data.mm_processor_kwargs.{unknown}: {type(images).__name__} has no such option"
+                f"{did_you_mean(unknown, names) or f' (it has {listed})'}"
+            )
+        facts = [type(images).__name__, images.to_dict(), self._options]
+        self._facts = json.dumps(facts, sort_keys=True, default=str).encode()
+
+    def encode(self, text: str, images: Sequence[Source], where: str) -> tuple[list[int], str]:
+        """Token ids of a rendered prompt, and the file of its images, named <digest>-<number of their tokens>.
+
+        UserError: an image cannot be read, or the processor refuses it.
+        """
+        token = self.processor.image_token
+        if text.count(token) != len(images):
+            raise UserError(
+                f"{where}: the rendered prompt has {text.count(token)} {token} for {len(images)} images: texts may not "
+                "have that token, and the chat template has to write it (actor_rollout_ref.model.custom_chat_template)"
+            )
+        contents = [image.read_bytes() if isinstance(image, Path) else image for image in images]
+        pictures = [_picture(content, f"{where}, image {i}") for i, content in enumerate(contents)]
+        try:
+            options = {"add_special_tokens": False, "return_tensors": "pt", **self._options}
+            encoded = dict(self.processor(text=[text], images=pictures or None, **options))
+        except Exception as error:  # processors raise whatever they like
+            raise UserError(f"{where}: the model's processor refuses the images: {error}") from error
+        ids = encoded["input_ids"][0].tolist()
+        if not images:
+            return ids, ""
+        digest = hashlib.sha256(self._facts)
+        for content in contents:
+            digest.update(hashlib.sha256(content).digest())
+        path = self._folder / f"{digest.hexdigest()}-{ids.count(self.processor.image_token_id)}.safetensors"
+        if not path.is_file():
+            self._write(path, {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}, where)
+        return ids, str(path)
+
+    def _write(self, path: Path, tensors: Mapping[str, Any], where: str) -> None:
+        from safetensors.torch import save_file
+
+        part = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: x.contiguous() for name, x in tensors.items()}, part)
+            os.replace(part, path)
+        except OSError as error:
+            raise UserError(f"{where}: its images cannot be written to data.image_cache ({error})") from error
+
+
+def _picture(content: bytes, where: str) -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise UserError("data.image_key needs Pillow to read images: pip install pillow") from None
+    try:
+        return Image.open(io.BytesIO(content)).convert("RGB")
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{where}: is no image that can be read ({error}): repair it, or leave the row out") from None

@@ -1,0 +1,146 @@
+"""Images of prompts: what is accepted and refused, and the files that rows name."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from tiny_vision import IMAGE, make_model, picture
+from valor.config import DataConfig
+from valor.data.images import ImageFiles, in_parts, parse_images
+from valor.data.prompts import PromptDataset
+from valor.errors import UserError
+from valor.models.internals import processor_without_video
+from valor.models.load import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoConfig
+
+    path = make_model(tmp_path_factory.mktemp("vision") / "model")
+    made = processor_without_video(AutoConfig.from_pretrained(path)).from_pretrained(path)
+    made.tokenizer = load_tokenizer(str(path))
+    return made
+
+
+def row(content: str, images: Any) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "images": images,
+        "data_source": "digits",
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+    }
+
+
+def dataset(tmp_path: Path, processor: Any, rows: list[dict[str, Any]], **options: Any) -> PromptDataset:
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    settings = {"train_files": [str(tmp_path / "rows.parquet")], "image_key": "images", "shuffle": False, **options}
+    data = DataConfig(image_cache=str(tmp_path / "cache"), seed=0, **settings)
+    images = ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
+    return PromptDataset(data, processor.tokenizer, "train", images=images)
+
+
+def test_every_form_of_an_image_is_the_same_image(tmp_path: Path) -> None:
+    from PIL import Image
+
+    content, where = picture(8, 8, 0), f"{tmp_path / 'rows.parquet'}, row 3"
+    (tmp_path / "a.png").write_bytes(content)
+    absolute = f"file://{tmp_path / 'a.png'}"
+    forms = [content, {"bytes": content, "path": None}, "a.png", {"path": "a.png"}, {"image": absolute}]
+    read = parse_images([*forms, Image.open(io.BytesIO(content))], where)
+    contents = [image if isinstance(image, bytes) else image.read_bytes() for image in read]
+    assert contents[:5] == [content] * 5
+    assert Image.open(io.BytesIO(contents[5])).tobytes() == Image.open(io.BytesIO(content)).tobytes()
+    assert parse_images(None, where) == () and parse_images("a.png", where) == (tmp_path / "a.png",)
+
+
+def test_a_placeholder_is_a_part_where_it_stands() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "<image>a<image>"}]
+    image, text = {"type": "image"}, {"type": "text", "text": "a"}
+    assert [message["content"] for message in in_parts(messages, 2, "row")] == [
+        [{"type": "text", "text": "s"}],
+        [image, text, image],
+    ]
+
+
+def test_prompts_are_those_of_the_processor_and_equal_images_one_file(tmp_path: Path, processor: Any) -> None:
+    from PIL import Image
+
+    one, two = picture(16, 24, 1), picture(24, 16, 2)
+    contents = [("<image>what", [one]), ("and <image>", [one]), ("<image> or <image>", [one, two]), ("none", [])]
+    rows = dataset(tmp_path, processor, [row(text, [{"bytes": x} for x in images]) for text, images in contents])
+    for prompt, (content, images) in zip(rows, contents, strict=True):
+        parts = in_parts([{"role": "user", "content": content}], len(images), "row")
+        text = processor.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+        pictures = [Image.open(io.BytesIO(x)) for x in images] or None
+        expected = processor(text=[text], images=pictures, return_tensors="pt")
+        assert prompt.prompt_ids == expected["input_ids"][0].tolist()
+        assert prompt.messages[0]["content"] == content  # as graders read it
+        if not images:
+            assert prompt.images == ""
+            continue
+        assert prompt.images is not None and prompt.images.endswith(f"-{prompt.prompt_ids.count(IMAGE)}.safetensors")
+        tensors = load_file(prompt.images)
+        assert sorted(tensors) == ["image_grid_thw", "pixel_values"]
+        assert all((tensors[name] == expected[name]).all() for name in tensors)
+    assert rows[0].images == rows[1].images
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}
+    assert len(written) == 2
+    again = dataset(tmp_path, processor, [row("<image>", [{"bytes": one}])])
+    assert again[0].images == rows[0].images and written == {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()
+    }
+    smaller = dataset(tmp_path, processor, [row("<image>", [{"bytes": one}])], mm_processor_kwargs={"max_pixels": 128})
+    assert smaller[0].images != rows[0].images and smaller[0].prompt_ids.count(IMAGE) < 6
+
+
+def test_a_run_on_text_has_no_images(tmp_path: Path, processor: Any) -> None:
+    pq.write_table(pa.Table.from_pylist([row("what", [{"bytes": b"no image"}])]), tmp_path / "rows.parquet")
+    data = DataConfig(train_files=[str(tmp_path / "rows.parquet")], seed=0)
+    prompts = PromptDataset(data, processor.tokenizer)
+    assert prompts[0].images is None and len(prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "options", "message"),
+    [
+        ("<image>", ["gone.png"], {}, "row 0, image 0: there is no file '.*gone.png'"),
+        ("<image>", [{"bytes": b"no image"}], {}, "row 0, image 0: is no image that can be read"),
+        ("<image>", [{"bytes": picture(16, 16, 0)[:-40]}], {}, "row 0, image 0: is no image that can be read"),
+        ("<image><image>", [{"bytes": picture(8, 8, 0)}], {}, "the messages have 2 <image> and the row has 1 images"),
+        ("what", [{"bytes": picture(8, 8, 0)}], {}, "the messages have 0 <image> and the row has 1 images"),
+        ("<image>", [3], {}, "image 0: must be bytes, a path, or a dictionary with one of them, got int"),
+        ("<image>", [{"bytes": picture(900, 4, 0)}], {}, "the model's processor refuses the images: absolute aspect"),
+        ("<image>", [{"bytes": picture(8, 8, 0)}], {"truncation": "left", "max_prompt_length": 9}, "without images"),
+        ("<image>", [{"bytes": picture(8, 8, 0)}], {"image_key": "pictures"}, "column 'pictures' missing"),
+        (
+            "<image>",
+            [{"bytes": picture(8, 8, 0)}],
+            {"mm_processor_kwargs": {"max_pixel": 9}},
+            "did you mean max_pixels",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told(
+    tmp_path: Path, processor: Any, content: str, images: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        dataset(tmp_path, processor, [row(content, images)], **options)
+
+
+def test_a_template_that_shows_no_images_is_told(tmp_path: Path, processor: Any) -> None:
+    files = ImageFiles(processor, str(tmp_path / "cache"), {})
+    for text in ("what", "<image><image>"):
+        with pytest.raises(UserError, match=f"row 3: the rendered prompt has {text.count('<image>')} <image> for 1 im"):
+            files.encode(text, [picture(8, 8, 0)], "row 3")
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, processor: Any) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot be written to data\.image_cache"):
+        dataset(tmp_path, processor, [row("<image>", [{"bytes": picture(8, 8, 0)}])])
