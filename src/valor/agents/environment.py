@@ -46,7 +46,8 @@ class TextEnvironment:
         """Begin. Returns the messages that the policy reads first, in place of the row's; a text to be added to the
         row's last message; or None: the row's messages as they are.
 
-        `row`: messages, ground_truth, data_source, extra_info, uid.
+        `row`: messages, ground_truth, data_source, extra_info, uid, and episode_key, three integers of this sample
+        alone: random numbers drawn from it, as `random.Random(str(row["episode_key"]))`, repeat in a resumed run.
         """
 
     def step(self, text: str) -> Any:

@@ -47,12 +47,11 @@ class GatewayLoop(AgentLoop):
     async def run(self, task: Task, generate: Generate) -> Episode:
         session = Session(task, generate, self.chat, self.context.limits, self._parse)
         base_url = self._gateway.add(session)
-        row = {**task.row, "episode_key": list(task.key)}
         try:
             if self._function is None:
-                reward = await self._execute(base_url, session.key, row)
+                reward = await self._execute(base_url, session.key, task.row)
             else:
-                call = partial(self._function, base_url, session.key, row)
+                call = partial(self._function, base_url, session.key, task.row)
                 reward = await run_tool(call, {}, self._config.timeout, "the function")
         finally:
             self._gateway.remove(base_url)

@@ -26,15 +26,18 @@ class Task:
     prompt_ids: Sequence[int]
     params: SamplingParams
     row: Mapping[str, Any]
-    """messages, data_source, ground_truth, extra_info, uid, agent_name, images."""
+    """messages, data_source, ground_truth, extra_info, uid, agent_name, images; episode_key: as a list, for random
+    numbers that repeat."""
 
 
 def tasks_of(prompts: Batch, params: SamplingParams) -> list[Task]:
     """A task for each row: `prompts`, `prompt_lengths`, `episode_key`, and its objects."""
     columns = (prompts["episode_key"].tolist(), prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist())
     rows = ({name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts)))
-    pairs = zip(*columns, rows, strict=True)
-    return [Task(tuple(key), prompt_ids[:length], params, row) for key, prompt_ids, length, row in pairs]
+    return [
+        Task(tuple(key), prompt_ids[:length], params, {**row, "episode_key": key})
+        for key, prompt_ids, length, row in zip(*columns, rows, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 
 from valor.arguments import PATH, command, option
 from valor.config import load
-from valor.lab import arithmetic, lookup, walk
+from valor.lab import arithmetic, lookup, luck, walk
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
-TASKS = {"arithmetic": arithmetic, "search": lookup, "walk": walk}
+TASKS = {"arithmetic": arithmetic, "search": lookup, "walk": walk, "luck": luck}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Results:
 
 @command("demo", "valor demo --task search", "quickstart")
 @option("--out", type=PATH, default="runs/demo", help="Folder for everything.")
-@option("--task", type=click.Choice(list(TASKS)), default="arithmetic", help="Sums, questions to look up, walks.")
+@option(
+    "--task", type=click.Choice(list(TASKS)), default="arithmetic", help="Sums, questions to look up, walks, choices."
+)
 @option("--algorithm", type=click.Choice(list(ROLES)), default="ppo")
 @option("--seed", type=int, default=0)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
@@ -71,15 +73,15 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_results(run_dir)
-    measured = "score" if isinstance(files, walk.DataFiles) else "accuracy"
-    on = f"{pq.read_metadata(files.val).num_rows} {'rooms' if measured == 'score' else 'unseen problems'}"
-    say(f"{measured} on {on}, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    say(f"{_measured(files)}: {before.validation:.3f} -> {after.validation:.3f}")
     say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
     if isinstance(files, walk.DataFiles):
         say(files.yardstick)
     if isinstance(files, lookup.DataFiles):
         say(f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}")
         code = _control(files, run_dir, algorithm, seed, overrides)
+    if isinstance(files, luck.DataFiles) and algorithm == "ppo":
+        code = _without_critic(files, start, run_dir, seed, overrides)
     say(f"{format_seconds(time.monotonic() - began)} in all")
     return code
 
@@ -113,6 +115,10 @@ def read_results(run_dir: Path) -> tuple[Results, Results]:
     return before, after
 
 
+def _measured(files: arithmetic.DataFiles) -> str:
+    return files.measured.format(pq.read_metadata(files.val).num_rows)
+
+
 def _control(files: lookup.DataFiles, run_dir: Path, algorithm: str, seed: int, overrides: Sequence[str]) -> int:
     """Validate the trained policy on a corpus without the names of the validation questions."""
     say("control: the trained policy, and no document about any of these names")
@@ -122,6 +128,24 @@ def _control(files: lookup.DataFiles, run_dir: Path, algorithm: str, seed: int, 
     if not code:
         say(f"accuracy on the same problems when searches find nothing: {read_results(blind)[0].validation:.3f}")
     return code
+
+
+def _without_critic(files: luck.DataFiles, start: Path, run_dir: Path, seed: int, overrides: Sequence[str]) -> int:
+    """Train by GRPO from the same start, with as many episodes, and say what made the difference."""
+    say("for comparison: GRPO from the same start, with as many updates from as many episodes")
+    other = run_dir.with_name("grpo")
+    shared = [setting for setting in overrides if not setting.startswith(("critic.", "algorithm."))]
+    if code := _run("ppo", [*ppo_overrides(start, files, other, "grpo", seed), *shared]):
+        return code
+    (_, ppo), (_, grpo) = read_results(run_dir), read_results(other)
+    last = json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
+    explained = [f"{value:.2f}" for key, value in last.items() if key.startswith("critic/vf_explained_var/turn_")]
+    left, spread = (last[f"critic/baseline_variance/{name}"] for name in ("critic", "group_mean"))
+    say(f"{_measured(files)}: PPO {ppo.validation:.3f}, GRPO {grpo.validation:.3f}")
+    say("why: it reads the luck after the first turn; of how outcomes vary the critic explains, turn by turn,")
+    say(f"{', '.join(explained)}")
+    say(f"return minus value has a variance of {left:.1f}, return minus the mean of other episodes {spread:.1f}")
+    return 0
 
 
 def _run(command: str, overrides: Sequence[str]) -> int:

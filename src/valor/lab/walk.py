@@ -29,6 +29,7 @@ class DataFiles(arithmetic.DataFiles):
     """`walk`: the map of all rows. Validation asks for each room once: the same rooms as in training."""
 
     config_prefix = "walk_"
+    measured = "score on {} rooms, greedy"
 
     walk: Walk
 

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, critic_runs, demo, lookup, walk
+from valor.lab import arithmetic, critic_runs, demo, lookup, luck, walk
 
 PARTS = [Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")]
 FILES = {
     "arithmetic": arithmetic.DataFiles(*PARTS),
     "search": lookup.DataFiles(*PARTS, Path("corpus.jsonl"), Path("corpus_without.jsonl")),
     "walk": walk.DataFiles(*PARTS, walk.make_walk()),
+    "luck": luck.DataFiles(*PARTS),
 }
 # The longest prompt and response, in tokens: a turn of the search task has 6, a result 29.
-LENGTHS = {"arithmetic": (8, 12), "search": (7, 2 * (6 + 29) + 6), "walk": (8, 16)}
+LENGTHS = {"arithmetic": (8, 12), "search": (7, 2 * (6 + 29) + 6), "walk": (8, 16), "luck": (4, 24)}
 
 
 @pytest.mark.parametrize("task", list(FILES))
@@ -24,16 +25,16 @@ LENGTHS = {"arithmetic": (8, 12), "search": (7, 2 * (6 + 29) + 6), "walk": (8, 1
 def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm, task):
     config = load(demo.ppo_overrides(Path("model"), FILES[task], Path("run"), algorithm, seed=5), PPOConfig).config
     n = config.actor_rollout_ref.rollout.n
-    assert config.data.train_batch_size * n == 256
-    assert config.actor_rollout_ref.actor.ppo_mini_batch_size * n == 64
+    assert config.data.train_batch_size * n == (96 if task == "luck" else 256)
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size * n == (48 if task == "luck" else 64)
     assert config.critic.enable == (algorithm == "ppo")
     assert (config.start_length, config.episode_length) == LENGTHS[task]
     assert config.trainer.seed == config.data.seed == 5
-    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == (1 if task == "luck" else 0)
 
 
 @pytest.mark.parametrize(
-    ("task", "longest"), [("arithmetic", sum(LENGTHS["arithmetic"])), ("search", 46), ("walk", 24)]
+    ("task", "longest"), [("arithmetic", sum(LENGTHS["arithmetic"])), ("search", 46), ("walk", 24), ("luck", 40)]
 )
 def test_the_warm_start_is_a_valid_sft_command_line(task, longest):
     config = load(demo.sft_overrides(Path("model"), FILES[task], Path("run"), seed=5), SFTConfig).config
@@ -96,6 +97,40 @@ def test_the_search_demo_says_what_it_found_with_documents_and_without(warm_star
     assert f"when searches find nothing: {control.validation:.3f}" in printed
     assert f"retriever.corpus_path={tmp_path / 'data' / 'corpus_without.jsonl'}" in printed
     assert (math.isnan(control.sampled), math.isnan(control.calls)) == (True, True)  # nothing was trained
+
+
+@pytest.mark.slow
+def test_the_luck_demo_compares_with_grpo_and_says_why(warm_start, tmp_path, capsys):
+    """Too few steps to learn anything."""
+    warm_start("trainer.total_training_steps=40")
+    few = ["trainer.total_training_steps=1", "data.val_max_samples=20", "critic.optim.lr=1e-4"]
+    assert demo.main(["--task", "luck", "--out", str(tmp_path), *few]) == 0
+    printed = capsys.readouterr().out
+    (_, ppo), (_, grpo) = (demo.read_results(tmp_path / name) for name in ("ppo", "grpo"))
+    assert f"right choices in 160 episodes: PPO {ppo.validation:.3f}, GRPO {grpo.validation:.3f}" in printed
+    assert "the critic explains, turn by turn," in printed
+
+
+def test_luck_is_of_the_sample_and_the_choice_decides_the_rest():
+    def play(key, *said, std=3.0):
+        game = luck.Luck()
+        row = {"episode_key": key, "messages": [{"role": "user", "content": "3"}], "ground_truth": "a"}
+        game.open({**row, "extra_info": {"luck": std}})
+        steps = [game.step(text) for text in said]
+        return [step.messages for step in steps if not step.done], steps[-1].reward
+
+    def luck_of(digits):
+        return 3.0 * (sum(map(int, digits)) - 9.0) / 16.5**0.5  # a digit's variance is 8.25
+
+    games = {number: play([0, 1, number], "3", "4", "5", "a") for number in range(200)}
+    for told, outcome in games.values():
+        assert told[2] == "3"
+        assert outcome == pytest.approx(luck_of(told[:2]) + 1.0)
+    assert play([0, 1, 7], "3", "4", "5", "a") == games[7]  # the same sample again
+    assert play([0, 1, 7], "3", "4", "5", "b")[1] == pytest.approx(games[7][1] - 1.0)
+    assert play([0, 1, 7], "3", "4", "5", "a", std=0.0)[1] == 1.0
+    assert play([0, 1, 7], "3", "45") == (games[7][0][:1], luck.LOST)
+    assert len({tuple(told) for told, _ in games.values()}) > 80  # of 100
 
 
 def area(demo_dir: Path, critic: str) -> float:
