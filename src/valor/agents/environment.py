@@ -42,6 +42,10 @@ class TextEnvironment:
     open_seconds: float | None = None
     """Time limit of `open`; None: that of any call, `rollout.multi_turn.tool_timeout`."""
 
+    hidden: Mapping[str, Any] = {}
+    """What a critic may read and the policy may not (`critic.prompt_template`), set by `open`: it must not depend on
+    the policy's answers."""
+
     def open(self, row: Mapping[str, Any]) -> Any:
         """Begin. Returns the messages that the policy reads first, in place of the row's; a text to be added to the
         row's last message; or None: the row's messages as they are.
@@ -101,13 +105,15 @@ class EnvironmentLoop(AgentLoop):
                 messages = with_opening(task.row["messages"], opening)
             else:
                 messages = self.chat.safe(list(opening))
+            hidden = valid_text(dict(environment.hidden))
             talk = Conversation(self.chat, messages)
             play = self.play(task, generate, talk.token_ids)
             reason = await converse(play, talk, partial(self._answer, play, call), self._compaction)
             outcome = await call("score")
         finally:
             await release(call("close"))
-        return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
+        info = {"environment": self._name, **({"hidden": hidden} if hidden else {})}
+        return play.end(reason, None if outcome is None else float(outcome), info)
 
     async def _answer(
         self, play: Play, call: Call, text: str, finish_reason: FinishReason

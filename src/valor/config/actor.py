@@ -185,6 +185,8 @@ class CriticConfig(
     probe: ProbeConfig = section(ProbeConfig, ".kind=probe")
     target: Literal["absolute", "residual"] = "absolute"
     """What it learns: returns, or what the mean outcome of the prompt's other samples leaves of them."""
+    prompt_template: str | None = None
+    """What it reads in place of a prompt's last message: a text with {prompt} and columns such as {ground_truth}."""
     freeze: bool = False
     """Use the critic as it was loaded: no gradients, no optimizer."""
     freeze_steps: StepRanges = key([], ".freeze=false")
@@ -215,6 +217,8 @@ class CriticConfig(
             yield f"{at}kind=probe is one regression: leave {at}ensemble_size at 1"
         if self.kind == "probe" and self.freeze and self.probe.path is None:
             yield f"{at}freeze=true with {at}kind=probe uses a fitted one: set {at}probe.path"
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            yield f"{at}prompt_template has no {{prompt}} in it: the critic would not see the question"
         if self.value_levels[0] >= self.value_levels[1]:
             yield f"{at}value_levels must be [low, high] with low below high"
         if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):

@@ -63,6 +63,8 @@ class CriticRunConfig(PPOConfig):
             yield "critic.kind=probe is fitted in a run of valor ppo, and is no model: leave it at model"
         if self.critic.target == "residual":
             yield "critic.target=residual predicts no outcomes, by which critics are judged here: leave it at absolute"
+        if self.critic.prompt_template is not None:
+            yield "critic.prompt_template is for valor ppo, and this command shows critics the prompts alone: drop it"
         if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
             gives = self.reward.reward_model.gives
             yield f"reward.reward_model.gives={gives} is for advantages, and returns here are outcomes: use outcome"

@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,14 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     described = _where_head_is(model, config_of_critic)[1]
-    predicts = getattr(described, "value_target", "absolute")
-    if _has_head(described) and predicts != critic.target:
-        raise UserError(
-            f"the critic '{model.path}' predicts {predicts} values, and this command reads {critic.target} ones: set "
-            f"critic.target={predicts}, or take another critic"
-        )
+    asked = {"target": critic.target, "prompt_template": critic.prompt_template}
+    for name, default in (("target", "absolute"), ("prompt_template", asked["prompt_template"])):
+        learnt = getattr(described, f"value_{name}", default)
+        if _has_head(described) and learnt != asked[name]:
+            raise UserError(
+                f"the critic '{model.path}' was trained with critic.{name}={learnt}, and this command has "
+                f"{asked[name]}: set critic.{name} to that, or take another critic"
+            )
     apart = critic.shuffle or new_adapters
     if critic.ensemble_size > 1 and not apart and _has_head(described):
         raise UserError(
@@ -161,21 +163,21 @@ def load_value_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
     levels: tuple[float, float] = ALL_LEVELS,
-    target: str = "absolute",
+    says: Mapping[str, Any] | None = None,
     frozen_vision: bool = False,
 ) -> ValueModel:
     """A token-classification model from the checkpoint at `model.path`, dropout off.
 
     A published critic keeps its head, which must be the `head` asked for, if any (UserError). A causal language model
     gets a new one: all zeros, or normal with the config's initializer_range (drawn from `seed`) for
-    `value_head_init=normal`. `levels` as in ValueModel. `target`: what it predicts, which an exported critic's config
-    says. The head stays float32 in every dtype.
+    `value_head_init=normal`. `levels` as in ValueModel. `says`: attributes of an exported critic's config. The head
+    stays float32 in every dtype.
     """
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
     _agreed_head(path, described, head).write(config)
-    if target != "absolute":
-        config.value_target = target
+    for name, value in (says or {}).items():
+        setattr(config, name, value)
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder and (head is None or head.output != "label"):
         raise UserError(

@@ -29,6 +29,7 @@ from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.old_log_probs import OldLogProbs
 from valor.trainer.phases.base import Resources
+from valor.trainer.phases.critic_prompts import check_critic_prompts
 from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import phases_of
 from valor.trainer.recorder import PPORecorder
@@ -61,6 +62,7 @@ class PPORun(Run):
         check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
         check_routes(config, inputs)
+        check_critic_prompts(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps
         self.schedule = Schedule(phases_of(config))

@@ -1,6 +1,5 @@
 """Which teacher scores a row, and what it reads."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,16 +9,12 @@ from torch import Tensor
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.config.distillation import DistillationConfig
-from valor.data.batch import Batch, pad_rows
-from valor.data.messages import Messages
-from valor.data.prompts import render, token_ids
+from valor.data.batch import Batch
 from valor.errors import StepRefused, UserError
+from valor.trainer.prompt_templates import COLUMNS, columns_of, filled
 from valor.workers.teacher import check_teachers
 
-COLUMNS = ("data_source", "ground_truth", "extra_info")
-"""Of a row, what says which teacher it has, and what that teacher may be told."""
-
-_FIELD = re.compile(r"\{(\w+)\}")
+TEMPLATE = "distillation.teacher_models.<name>.prompt_template"
 
 
 def routed(batch: Batch, config: DistillationConfig) -> Tensor:
@@ -28,17 +23,6 @@ def routed(batch: Batch, config: DistillationConfig) -> Tensor:
         return torch.tensor([_number(config, *row) for row in zip(*map(batch.objects.get, COLUMNS), strict=True)])
     except UserError as error:
         raise StepRefused(str(error)) from error
-
-
-def reading_more(batch: Batch, template: str, tokenizer: Any, options: Mapping[str, Any]) -> Batch:
-    """The rows with prompts in which `template` stands for the last message."""
-    columns = [batch.objects[name] for name in ("messages", "template_kwargs", *COLUMNS)]
-    texts = [
-        render(tokenizer, _told(template, messages, *values), {**options, **kwargs})
-        for messages, kwargs, *values in zip(*columns, strict=True)
-    ]
-    prompts, lengths = pad_rows(token_ids(tokenizer, texts), torch.long)
-    return batch.union(Batch({"prompts": prompts, "prompt_lengths": lengths}))
 
 
 def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
@@ -52,7 +36,7 @@ def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
     for row in inputs.train if len(teachers) > 1 or teachers[0].prompt_template is not None else ():
         values = (row.data_source, row.ground_truth, row.extra_info)
         if (template := teachers[_number(section, *values)].prompt_template) is not None:
-            _told(template, row.messages, *values)
+            filled(template, TEMPLATE, row.messages, columns_of(*values))
 
 
 def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Mapping[str, Any]) -> int:
@@ -66,15 +50,3 @@ def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Ma
             "distillation.teacher_models.<name>.key"
         )
     return keys.index(key)
-
-
-def _told(template: str, messages: Messages, data_source: str, ground_truth: Any, extra_info: Mapping) -> Messages:
-    """The messages, the last one as `template` has it. UserError: it names a column that the row does not have."""
-    *before, last = messages
-    values = {**extra_info, "data_source": data_source, "ground_truth": ground_truth, "prompt": last["content"]}
-    if missing := [name for name in _FIELD.findall(template) if name not in values]:
-        raise UserError(
-            f"distillation.teacher_models.<name>.prompt_template has {{{missing[0]}}} in it, and a row has no such "
-            f"column: it has {', '.join(sorted(values))}"
-        )
-    return [*before, {**last, "content": _FIELD.sub(lambda field: str(values[field[1]]), template)}]

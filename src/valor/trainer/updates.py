@@ -19,6 +19,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
+from valor.trainer.prompt_templates import critic_rows
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
@@ -167,7 +168,7 @@ class Critics:
         """`values` [B, T] of a batch that has `token_level_rewards`, as they are before its one update; the metrics of
         that update."""
         (name,) = self.names
-        (rows,) = self.updates.mini_batches("critic", batch, step)
+        (rows,) = self.updates.mini_batches("critic", critic_rows(batch), step)
         self.updates.skips.updating = True
         with phase("train critic", unit="micro-batch"):
             result = self.roles[name].update_with_values(rows, self._estimator)
@@ -184,7 +185,8 @@ class Critics:
         Metric: `critic/ensemble_std`, the members' standard deviation, mean over policy tokens.
         """
         options = {"with_end": with_end, "with_quantiles": with_quantiles}
-        results = [self.roles[name].compute_values(batch, **options) for name in self.names]
+        rows = critic_rows(batch)
+        results = [self.roles[name].compute_values(rows, **options) for name in self.names]
         if len(results) == 1:
             return results[0], {}
         stacked = {column: torch.stack([result[column] for result in results]) for column in results[0].tensors}
@@ -202,6 +204,7 @@ class Critics:
         """
         if self.config.frozen_at(step):
             return {"critic/frozen": 1.0}
+        batch = critic_rows(batch)
         batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
         metrics = []
         for member, name in enumerate(self.names):

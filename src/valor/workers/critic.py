@@ -37,7 +37,10 @@ class CriticWorker(ModelRole):
             head=head,
             seed=seed,
             levels=critic.value_levels,
-            target=critic.target,
+            says={
+                **({"value_target": critic.target} if critic.target != "absolute" else {}),
+                **({"value_prompt_template": critic.prompt_template} if critic.prompt_template is not None else {}),
+            },
             frozen_vision=critic.freeze_vision_tower,
         )
         steps, trains = facts.learning_steps, not critic.freeze

@@ -13,7 +13,8 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.teachers import COLUMNS, reading_more, routed
+from valor.trainer.prompt_templates import COLUMNS, reading_more
+from valor.trainer.teachers import TEMPLATE, routed
 from valor.workers.actor import sampled_options
 from valor.workers.roles import teacher_names
 
@@ -108,8 +109,8 @@ class TeacherLogProbs(Phase):
     def _scored(self, rows: Batch, role: str, teacher: TeacherConfig) -> Tensor:
         """[B, T] log-probs that a teacher gives the rows' responses."""
         if teacher.prompt_template is not None:
-            options = self.config.data.apply_chat_template_kwargs
-            rows = reading_more(rows, teacher.prompt_template, self.resources.collector.inputs.tokenizer, options)
+            tokenizer, options = self.resources.collector.inputs.tokenizer, self.config.data.apply_chat_template_kwargs
+            rows = rows.union(reading_more(rows, teacher.prompt_template, TEMPLATE, tokenizer, options))
         rows.meta["temperature"] = teacher.temperature or rows.meta["temperature"]
         if role == "actor":
             return self.resources.roles[role].compute_log_probs(rows, with_entropy=False)["old_log_probs"]

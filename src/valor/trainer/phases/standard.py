@@ -7,6 +7,7 @@ from valor.errors import UserError
 from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
+from valor.trainer.phases.critic_prompts import CriticPrompts
 from valor.trainer.phases.distillation import SelfTeacherLogProbs, TeacherLogProbs, TeacherRewards, Teachers
 from valor.trainer.phases.group_baseline import GroupBaseline
 from valor.trainer.phases.measure import BatchMetrics, Samples
@@ -26,6 +27,7 @@ from valor.user_files import load_object, unpickled
 
 STANDARD: list[type[Phase]] = [
     Branches,
+    CriticPrompts,
     Values,
     RolloutLogProbs,
     RecomputedLogProbs,

@@ -14,6 +14,7 @@ from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.phases.group_baseline import BASELINE, RESIDUAL
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED
+from valor.trainer.prompt_templates import CRITIC_PROMPTS
 from valor.workers.critic import value_head
 from valor.workers.roles import critic_names
 
@@ -32,7 +33,7 @@ class UpdateCritic(Phase):
         super().__init__(config)
         members = critic_names(config)
         more = [f"values/{name}" for name in members if len(members) > 1]
-        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", *_OTHERS, *more))
+        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", *CRITIC_PROMPTS, *_OTHERS, *more))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:

@@ -8,6 +8,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.phases.base import Metrics, Phase, where_true
+from valor.trainer.prompt_templates import CRITIC_PROMPTS
 from valor.workers.roles import critic_names
 
 CRITIC_IS_UPDATED = "critic_is_updated"  # in a batch's meta: the step's update has given the values
@@ -19,7 +20,7 @@ class Values(Phase):
     name = "values"
     role = "critic"
     reads = frozenset((*ROW_FIELDS, "response_mask"))
-    reads_if_there = frozenset(("episode",))
+    reads_if_there = frozenset(("episode", *CRITIC_PROMPTS))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
