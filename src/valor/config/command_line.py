@@ -23,6 +23,7 @@ _OPTIONS = "--config-name (-cn), --config-path (-cp), --dry-run, --help"
 _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
 _BARE = re.compile(r"(?!(?:null|true|false|inf|nan|none)$)/?[a-z][\w./-]*", re.IGNORECASE)  # a text needs no quotes
 # "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
+_PLACEHOLDER = re.compile(r"\{\w+\}")
 _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
 
@@ -86,9 +87,10 @@ def _parse(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_override(text)
     except HydraException:
-        if not value or _STRUCTURED.search(value):
+        if not value or _STRUCTURED.search(_PLACEHOLDER.sub("", value)):
             raise
-        # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL) is plain text.
+        # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL, a text with {names})
+        # is plain text.
         return parser.parse_override(quoted)
 
 

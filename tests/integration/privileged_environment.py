@@ -1,0 +1,18 @@
+"""An environment whose outcome is what it has drawn, shown to a critic alone."""
+
+from valor.agents.environment import Step, TextEnvironment
+
+
+class Drawn(TextEnvironment):
+    def open(self, row):
+        self.digit = row["episode_key"][2] % 10
+        self.hidden = {"drawn": self.digit}
+
+    def step(self, text):
+        return Step("", self.digit / 10, True)
+
+
+class Rewritten(Drawn):
+    def open(self, row):
+        super().open(row)
+        return "?"
