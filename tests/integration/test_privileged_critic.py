@@ -31,21 +31,23 @@ def test_values_are_those_of_a_separate_forward_over_the_longer_prompt(tiny, ove
     critic = tmp_path / "first" / "huggingface" / "critic"
     assert json.loads((critic / "config.json").read_text())["value_prompt_template"] == TEMPLATE
     start = f"critic.model.path={critic}"
-    assert main(overrides(tmp_path / "told", *settings, TOLD, start, "trainer.total_training_steps=1")) == 0
+    more = [start, "trainer.total_training_steps=1", f"trainer.rollout_data_dir={tmp_path / 'rows'}"]
+    assert main(overrides(tmp_path / "told", *settings, TOLD, *more)) == 0
     assert main(overrides(tmp_path / "plain", *settings, "trainer.total_training_steps=1")) == 0
     told, plain = samples(tmp_path / "told", 1), samples(tmp_path / "plain", 1)
     assert [row["log_probs"] for row in told] == [row["log_probs"] for row in plain]
 
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     hf = AutoModelForTokenClassification.from_pretrained(critic)
+    rollouts = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
     assert len(told) == 16
-    for row in told:
+    for row, rollout in zip(told, rollouts[:16], strict=True):
+        assert tokenizer.decode(rollout["prompt_ids"]) == row["prompt"]
         question = row["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
         prompt = f"<|user|>{question}({row['ground_truth']})<|assistant|>"
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        responses = tokenizer.convert_tokens_to_ids(row["tokens"])
         with torch.no_grad():
-            outputs = hf(torch.tensor([ids + responses])).logits[0, :, 0]
+            outputs = hf(torch.tensor([ids + rollout["response_ids"]])).logits[0, :, 0]
         expected = outputs[len(ids) - 1 : -1]
         torch.testing.assert_close(torch.tensor(row["values"]), expected, rtol=0, atol=1e-5)
 
@@ -58,14 +60,14 @@ def test_a_critic_that_is_told_what_an_environment_drew_explains_it_and_resumes(
         shared = [*told, f"critic.kind={kind}", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=4"]
         updates = ["critic.ppo_mini_batch_size=10"] * (kind == "model")
         shared += [*updates, "actor_rollout_ref.actor.ppo_mini_batch_size=40", "actor_rollout_ref.actor.optim.lr=0"]
-        shared += ["actor_rollout_ref.rollout.agent.deterministic=true", "trainer.test_freq=-1"]
+        shared += ["actor_rollout_ref.rollout.agent.deterministic=true", "trainer.test_freq=4"]
         assert main(overrides(tmp_path / name, *shared, "trainer.total_training_steps=8", *more)) == 0
         return read_metrics(tmp_path / name)
 
     steps = [row for row in run("told") if "critic/vf_explained_var" in row]
-    assert steps[-1]["critic/vf_explained_var"] > 0.5
+    assert steps[-1]["critic/vf_explained_var"] > 0.25
     blind = run("blind", "critic.prompt_template=null")
-    assert blind[-1]["critic/vf_explained_var"] < 0.2
+    assert blind[-1]["critic/vf_explained_var"] < 0.15
     run("parts", "trainer.total_training_steps=4")
     run("parts", "trainer.resume_mode=auto")
     if kind == "model":
@@ -82,7 +84,6 @@ def test_a_critic_that_is_told_what_an_environment_drew_explains_it_and_resumes(
         (["critic.prompt_template='{prompt}{solution}'"], "has {solution} in it, and a row has no such column"),
         ([f"{ENVIRONMENT}:Rewritten", "critic.prompt_template='{prompt}{drawn}'"], "an agent or data.truncation"),
         ([f"{ENVIRONMENT}:Drawn", "critic.prompt_template='{prompt}{other}'"], "has {other} in it"),
-        ([TOLD, "algorithm.adv_estimator=grpo"], "critic.prompt_template"),
     ],
 )
 def test_what_cannot_be_read_is_told(overrides, tmp_path, capsys, settings, said):
