@@ -1,14 +1,11 @@
 """The fourth embedded task: a choice among events that the policy cannot move, and that a critic can see.
 
-An episode has four turns. A digit is told; two random digits follow; then the first is asked, `3?`, and the policy says
-in which half of the digits it is, `a` or `b`. Before that it repeats what it reads. The outcome is 1 for
+An episode has four turns. A digit is asked; two random digits follow; then the first is asked again, and now the
+policy says in which half of the digits it is, `a` or `b`. Before that it repeats what it reads. The outcome is 1 for
 the right choice, plus luck: the sum of the two random digits, scaled to a standard deviation of 3. The samples of a
 prompt have digits of their own, so a group's mean knows nothing of them, and most of what it ascribes to the choice is
 luck. A critic reads them before the choice. The teacher of the warm start chooses right in six of ten. Validation has
 no luck: its score is the share of right choices.
-
-Rows of the files `at_once` ask for the choice in the first turn, with twice the luck. Nobody is told the digits but,
-where `critic.prompt_template` names {events}, the critic.
 """
 
 import random
@@ -25,10 +22,8 @@ PROBLEMS, TEACHER = "choices among random events", "chooses right in six of ten"
 """How `valor demo` speaks of the task."""
 DIGITS = range(10)
 RANDOM_DIGITS = 2
-CHOOSE = "?"
-"""Behind a digit: the policy is to choose."""
 _MEAN, _STD = 4.5 * RANDOM_DIGITS, 8.25**0.5 * RANDOM_DIGITS**0.5  # of their sum
-_WRONG_SHARE, _AT_ONCE_SHARE = 0.4, 0.25
+_WRONG_SHARE = 0.4
 LOST = -1.0
 """The outcome of an episode with a turn of more than one character."""
 
@@ -40,9 +35,6 @@ class DataFiles(arithmetic.DataFiles):
     config_prefix = "luck_"
     measured = "right choices in {} episodes"
 
-    train_at_once: Path
-    val_at_once: Path
-
 
 class Luck(TextEnvironment):
     """One episode. `luck` of the row's extra_info: standard deviation of what the random digits add to the outcome."""
@@ -50,10 +42,8 @@ class Luck(TextEnvironment):
     def open(self, row: Mapping[str, Any]) -> None:
         draw = random.Random(str(row["episode_key"]))
         digits = [draw.choice(DIGITS) for _ in range(RANDOM_DIGITS)]
-        question = row["messages"][-1]["content"]
-        self._messages = [] if question.endswith(CHOOSE) else [*map(str, digits), question + CHOOSE]
-        self._right = row["ground_truth"]
-        self.hidden = {"events": "".join(map(str, digits))}
+        self._messages = [*map(str, digits), row["messages"][-1]["content"]]
+        self._right, self.hidden = row["ground_truth"], {"events": "".join(map(str, digits))}
         self._luck = row["extra_info"]["luck"] * (sum(digits) - _MEAN) / _STD
 
     def step(self, text: str) -> Step:
@@ -71,13 +61,10 @@ def make_model(out_dir: Path | str, seed: int = 0) -> Path:
 
 def make_data(out_dir: Path | str, seed: int = 0, *, luck: float = 3.0, num_sft: int = 4000) -> DataFiles:
     """Write prompts (verl's columns) and the teacher's episodes (`messages`)."""
-    rng, out = random.Random(seed), Path(out_dir)
-    files = DataFiles.of(out, **{f"{name}_at_once": out / f"{name}_at_once.parquet" for name in ("train", "val")})
-    kinds = (("", luck, files.train, files.val), (CHOOSE, 2 * luck, files.train_at_once, files.val_at_once))
-    for ask, std, train, val in kinds:
-        for path, copies, its_std in ((train, 32, std), (val, 16, 0.0)):
-            questions = ((f"{digit}{ask}", right(digit), {"luck": its_std}) for digit in [*DIGITS] * copies)
-            arithmetic.write_prompts(path, DATA_SOURCE, "choice", questions)
+    rng, files = random.Random(seed), DataFiles.of(out_dir)
+    for path, some, std in ((files.train, [*DIGITS] * 32, luck), (files.val, [*DIGITS] * 16, 0.0)):
+        questions = ((str(digit), right(digit), {"luck": std}) for digit in some)
+        arithmetic.write_prompts(path, DATA_SOURCE, "choice", questions)
     arithmetic.write_demonstrations(files, num_sft, 256, lambda: _demonstration(rng))
     return files
 
@@ -92,6 +79,5 @@ def _demonstration(rng: random.Random) -> list[dict[str, str]]:
     choice = right(digit)
     if rng.random() < _WRONG_SHARE:
         choice = "ab".replace(choice, "")
-    turns = [] if rng.random() < _AT_ONCE_SHARE else [digit, digit, *(event for event in events for _ in range(2))]
-    texts = [*turns, f"{digit}{CHOOSE}", choice]
+    texts = [digit, digit, *(event for event in events for _ in range(2)), digit, choice]
     return [{"role": ("user", "assistant")[i % 2], "content": str(text)} for i, text in enumerate(texts)]
