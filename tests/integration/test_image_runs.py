@@ -15,7 +15,7 @@ from runs import assert_same_weights, read_metrics, weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tiny_vision import make_model, picture
+from tiny_vision import IMAGE, make_model, picture
 from valor import cli
 from valor.config import ModelConfig
 from valor.data.batch import Batch, pad_rows
@@ -158,7 +158,7 @@ def test_a_model_of_text_is_told(
 def test_a_rank_whose_rows_have_no_images_keeps_step(seeing: dict[str, Path], forks: Any, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(seeing["model"])
     processor = processor_without_video(config).from_pretrained(seeing["model"])
-    files, prompts = ImageFiles(processor, str(seeing["cache"]), {}), list[tuple[list[int], str]]()
+    files, prompts = ImageFiles(processor, IMAGE, str(seeing["cache"]), {}), list[tuple[list[int], str]]()
     for content, images in [("<image>a", 1), ("<image>b<image>", 2), ("<image>c", 1), ("d", 0), ("e", 0), ("f", 0)]:
         parts = in_parts([{"role": "user", "content": content}], images, "row")
         text = processor.tokenizer.apply_chat_template(parts, tokenize=False)

@@ -184,7 +184,8 @@ def load_images(config: PPOConfig, tokenizer: Any) -> ImageFiles:
             f"data.image_key={data.image_key}: the critic '{config.critic.model.path}' reads no images: set "
             "critic.model.path to a model that does, such as the policy's"
         )
-    return ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
+    token = load_model_config(config.actor_rollout_ref.model).image_token_id
+    return ImageFiles(processor, token, data.image_cache, data.mm_processor_kwargs)
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

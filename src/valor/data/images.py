@@ -78,12 +78,12 @@ class ImageFiles:
     """Makes what a model reads of a prompt's images, and writes it to `folder`, by its content: equal images lie there
     once, and are found by later runs.
 
-    processor: transformers' of the model. options: its keyword arguments, such as min_pixels. UserError: it has none of
-    that name.
+    processor: transformers' of the model. token: the id at which the model reads a feature of an image. options:
+    keyword arguments of the processor, such as min_pixels. UserError: it has none of that name.
     """
 
-    def __init__(self, processor: Any, folder: str, options: Mapping[str, Any]) -> None:
-        self.processor, self._folder, self._options = processor, Path(folder), dict(options)
+    def __init__(self, processor: Any, token: int, folder: str, options: Mapping[str, Any]) -> None:
+        self.processor, self._token, self._folder, self._options = processor, token, Path(folder), dict(options)
         images = processor.image_processor
         names = images.valid_kwargs.__annotations__
         if unknown := next((name for name in options if name not in names), None):
@@ -119,7 +119,7 @@ class ImageFiles:
         digest = hashlib.sha256(self._facts)
         for content in contents:
             digest.update(hashlib.sha256(content).digest())
-        path = self._folder / f"{digest.hexdigest()}-{ids.count(self.processor.image_token_id)}.safetensors"
+        path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
         if not path.is_file():
             self._write(path, {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}, where)
         return ids, str(path)

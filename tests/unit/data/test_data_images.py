@@ -41,7 +41,7 @@ def dataset(tmp_path: Path, processor: Any, rows: list[dict[str, Any]], **option
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     settings = {"train_files": [str(tmp_path / "rows.parquet")], "image_key": "images", "shuffle": False, **options}
     data = DataConfig(image_cache=str(tmp_path / "cache"), seed=0, **settings)
-    images = ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
+    images = ImageFiles(processor, IMAGE, data.image_cache, data.mm_processor_kwargs)
     return PromptDataset(data, processor.tokenizer, "train", images=images)
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_read_is_told(
 
 
 def test_a_template_that_shows_no_images_is_told(tmp_path: Path, processor: Any) -> None:
-    files = ImageFiles(processor, str(tmp_path / "cache"), {})
+    files = ImageFiles(processor, IMAGE, str(tmp_path / "cache"), {})
     for text in ("what", "<image><image>"):
         with pytest.raises(UserError, match=f"row 3: the rendered prompt has {text.count('<image>')} <image> for 1 im"):
             files.encode(text, [picture(8, 8, 0)], "row 3")
