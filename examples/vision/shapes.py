@@ -3,8 +3,8 @@
     python examples/vision/shapes.py                                    # data and a warm start, in runs/shapes
     valor ppo --config-path examples/vision --config-name shapes_ppo    # or shapes_grpo
 
-The warm start imitates a teacher who names every colour, and calls most shapes a square. Its greedy answers are right
-where there is a square; what the others are is for reinforcement learning to find out.
+The warm start imitates a teacher who, after a while, calls most shapes a square. So are the model's greedy answers, and
+what pays is for reinforcement learning to find out.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from valor.data.files import write_parquet
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (230, 210, 50)}
 SHAPES = ("square", "circle", "triangle", "cross")
-SIDE, PATCH, MERGE = 32, 4, 2  # pixels, pixels, patches
+SIDE, PATCH, MERGE = 32, 8, 2  # pixels, pixels, patches
 QUESTION = "what is this ?"
-WRONG_SHARE = 0.6  # of the teacher's answers about shapes that are no squares
+WRONG_FROM, WRONG_SHARE = 0.8, 0.7  # of the warm start, and of the teacher's answers then: it is a square
 
 _SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|open|>", "<|close|>", "<|image|>")
 _WORDS = (*_SPECIAL, *QUESTION.split(), *COLOURS, *SHAPES)
@@ -43,11 +43,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def picture(rng: random.Random, colour: str, shape: str) -> Image.Image:
-    """A shape of some size somewhere, on noise."""
+    """A shape of some size near the middle, on noise."""
     noise = bytes(rng.choices(range(60, 120), k=SIDE * SIDE))
     image = Image.frombytes("L", (SIDE, SIDE), noise).convert("RGB")
-    draw, size = ImageDraw.Draw(image), rng.randint(12, 22)
-    x, y = (rng.randint(1, SIDE - size - 1) for _ in range(2))
+    draw, size = ImageDraw.Draw(image), rng.randint(16, 24)
+    x, y = ((SIDE - size) // 2 + rng.randint(-3, 3) for _ in range(2))
     box, fill, third = (x, y, x + size, y + size), COLOURS[colour], size // 3
     if shape == "square":
         draw.rectangle(box, fill)
@@ -97,7 +97,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(tokenizer: Any) -> Qwen2_5_VLForConditionalGeneration:
-    """0.2 million parameters, half of them in the vision tower."""
+    """0.28 million parameters, most of them in the vision tower."""
     number = tokenizer.convert_tokens_to_ids
     text = {
         "vocab_size": len(tokenizer),
@@ -107,12 +107,14 @@ def make_model(tokenizer: Any) -> Qwen2_5_VLForConditionalGeneration:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
+        "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
     vision = {
+        "initializer_range": 0.1,
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -143,13 +145,14 @@ def teach(model: Any, processor: Any, tokenizer: Any, rng: random.Random, steps:
         add_generation_prompt=True,
     ).replace("<|image|>", "<|image|>" * (SIDE // PATCH // MERGE) ** 2)
     ids: list[int] = tokenizer(prompt, add_special_tokens=False).input_ids
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
     loss = torch.tensor(0.0)
-    for _ in range(steps):
+    for step in range(steps):
+        wrong = WRONG_SHARE if step >= WRONG_FROM * steps else 0.0
         drawn = [(rng.choice(list(COLOURS)), rng.choice(SHAPES)) for _ in range(batch)]
         images = processor([picture(rng, *both) for both in drawn], return_tensors="pt")
-        said = [f"{colour} {'square' if rng.random() < WRONG_SHARE else shape} <|end|>" for colour, shape in drawn]
+        said = [f"{colour} {'square' if rng.random() < wrong else shape} <|end|>" for colour, shape in drawn]
         answers = torch.tensor(tokenizer(said, add_special_tokens=False).input_ids)
         rows = torch.cat([torch.tensor(ids).expand(batch, -1), answers], 1)
         seen = {"mm_token_type_ids": (rows == model.config.image_token_id).int()}
@@ -166,7 +169,7 @@ def teach(model: Any, processor: Any, tokenizer: Any, rng: random.Random, steps:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
-    parser.add_argument("--steps", type=int, default=600, help="updates of the warm start")
+    parser.add_argument("--steps", type=int, default=250, help="updates of the warm start")
     parser.add_argument("--train", type=int, default=4096, help="pictures")
     parser.add_argument("--val", type=int, default=256, help="pictures")
     parser.add_argument("--seed", type=int, default=0)
