@@ -86,12 +86,12 @@ def make_tokenizer() -> Any:
     """A token a word."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<|pad|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(_SPECIAL))
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
         chat_template=_TEMPLATE,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=list(_SPECIAL[2:]),
         extra_special_tokens={"image_token": "<|image|>"},
     )
 
