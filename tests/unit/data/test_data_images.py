@@ -153,7 +153,8 @@ def test_a_small_picture_lies_beside_the_tensors(tmp_path: Path, processor: Any)
 
     rows = [row("<image>" * 6, [{"bytes": picture(300, 100, i)} for i in range(6)]), row("none", [])]
     first, second = dataset(tmp_path, processor, rows, max_prompt_length=2000)
-    assert first.images and (uri := shown_images(first.images)) and len(uri) < 50_000
+    uri = shown_images(first.images or "") or ""
+    assert len(uri) < 50_000
     content = base64.b64decode(uri.removeprefix("data:image/jpeg;base64,"))
     assert Image.open(io.BytesIO(content)).size == (4 * 128, 43)
     assert second.images == "" and shown_images(second.images) is None
@@ -163,5 +164,5 @@ def test_an_image_of_too_many_pixels_is_told(tmp_path: Path, processor: Any, mon
     from PIL import Image
 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
-    with pytest.raises(UserError, match="row 0, image 0: is no image that can be read .*decompression bomb"):
+    with pytest.raises(UserError, match=r"row 0, image 0: is no image that can be read .*decompression bomb"):
         dataset(tmp_path, processor, [row("<image>", [{"bytes": picture(8, 8, 0)}])])
