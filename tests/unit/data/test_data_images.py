@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tiny_vision import IMAGE, make_model, picture
+from valor.collector.inputs import load_images
 from valor.config import DataConfig
 from valor.data.images import ImageFiles, in_parts, parse_images, shown_images
 from valor.data.prompts import PromptDataset
@@ -166,3 +167,10 @@ def test_an_image_of_too_many_pixels_is_told(tmp_path: Path, processor: Any, mon
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
     with pytest.raises(UserError, match=r"row 0, image 0: is no image that can be read .*decompression bomb"):
         dataset(tmp_path, processor, [row("<image>", [{"bytes": picture(8, 8, 0)}])])
+
+
+def test_a_missing_library_is_told(monkeypatch: Any) -> None:
+    config: Any = None
+    monkeypatch.setattr("valor.collector.inputs.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Pillow to read images: pip install 'valor-rl\[images\]'"):
+        load_images(config, None)
