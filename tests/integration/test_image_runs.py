@@ -162,8 +162,6 @@ def test_two_processes_under_ray_train_as_one(on_images: Any, with_critic: Path,
 
 @pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
 def test_other_families_train_with_a_critic(family: str, on_images: Any, tmp_path: Path) -> None:
-    if family == "smolvlm":
-        pytest.importorskip("num2words")
     model = make_model(tmp_path / "model", family)
     more = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.freeze_vision_tower=true"]
     assert main(on_images(tmp_path / "run", *more, "data.max_prompt_length=256")) == 0
