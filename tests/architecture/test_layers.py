@@ -115,7 +115,8 @@ def test_the_pages_that_the_code_writes_are_up_to_date():
         ("valor.config", ["torch", "ray", "transformers"]),
         ("valor.rewards", ["torch", "ray", "transformers"]),
         ("valor.algorithms", ["ray", "transformers", "hydra"]),
-        ("valor.cli", ["torch", "ray", "transformers"]),
+        ("valor.cli", ["torch", "ray", "transformers", "PIL"]),
+        ("valor.data.prompts", ["PIL"]),
         ("valor.trainer.ppo", ["ray", "vllm"]),
     ],
 )

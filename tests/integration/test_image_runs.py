@@ -15,7 +15,7 @@ from runs import assert_same_weights, read_metrics, weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tiny_vision import make_model, picture
+from tiny_vision import IMAGE, make_model, picture
 from valor import cli
 from valor.config import ModelConfig
 from valor.data.batch import Batch, pad_rows
@@ -128,12 +128,69 @@ def test_a_greedy_baseline_and_adapters_see_the_images(on_images: Any, tmp_path:
     assert all(row["training/rollout_log_probs_diff_max"] <= 1e-5 for row in read_metrics(tmp_path / "remax")[1:])
 
 
+AHEAD = ["trainer.v1.sampler.max_off_policy_threshold=1", "trainer.controller=local"]
+
+
+def test_batches_drawn_ahead_and_a_resumed_run_keep_their_images(on_images: Any, tmp_path: Path) -> None:
+    fixed = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.deterministic=true", *AHEAD]
+    fixed += ["trainer.total_training_steps=3", "trainer.save_freq=1"]
+    assert main(on_images(tmp_path / "all", *fixed)) == 0
+    rows = read_metrics(tmp_path / "all")[1:]
+    assert [row["off_policy/age/mean"] for row in rows] == [0, 1, 1]
+    assert rows[0]["training/rollout_log_probs_diff_max"] <= 1e-5
+    source = tmp_path / "all" / "global_step_2"
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}"]
+    assert main(on_images(tmp_path / "resumed", *fixed, *resumed)) == 0
+    assert read_metrics(tmp_path / "resumed") == read_metrics(tmp_path / "all")[-1:]
+    assert_same_weights(tmp_path / "resumed", tmp_path / "all")
+
+
+def test_prompts_answered_without_a_pause_keep_their_images(on_images: Any, tmp_path: Path) -> None:
+    assert main(on_images(tmp_path / "run", "trainer.v1.trainer_mode=colocate_async", *AHEAD)) == 0
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert rows[0]["training/rollout_log_probs_diff_max"] <= 1e-5 and rows[-1]["off_policy/age/max"] <= 1
+
+
+@pytest.mark.usefixtures("hosts")
+def test_two_processes_under_ray_train_as_one(on_images: Any, with_critic: Path, tmp_path: Path) -> None:
+    assert main(on_images(tmp_path / "ray", "trainer.n_gpus_per_node=2")) == 0
+    one, two = (read_metrics(run_dir) for run_dir in (with_critic, tmp_path / "ray"))
+    for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "actor/grad_norm"):
+        assert [row[name] for row in two[1:]] == pytest.approx([row[name] for row in one[1:]], rel=1e-3, abs=1e-5)
+    assert all(row["training/rollout_log_probs_diff_max"] <= 1e-5 for row in two[1:])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_other_families_train_with_a_critic(family: str, on_images: Any, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", family)
+    more = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.freeze_vision_tower=true"]
+    assert main(on_images(tmp_path / "run", *more, "data.max_prompt_length=256")) == 0
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert all(row["training/rollout_log_probs_diff_max"] <= 1e-5 for row in rows)
+    assert all(row["critic/grad_norm"] > 0 and row["actor/grad_norm"] > 0 for row in rows)
+    towers = ("model.vision_tower", "model.vision_model", "vision_tower", "vision_model")
+    before, after = load_file(model / "model.safetensors"), weights(tmp_path / "run", "actor")
+    changed = {name.startswith(towers) for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {False} and any(name.startswith(towers) for name in before)
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "huggingface" / "actor")
+
+
+def test_the_report_shows_images_beside_the_answers(on_images: Any, tmp_path: Path) -> None:
+    assert main(on_images(tmp_path / "run", "trainer.report=true", "trainer.total_training_steps=1")) == 0
+    records = [json.loads(line) for line in (tmp_path / "run/samples/step_1.jsonl").read_text().splitlines()]
+    assert any("images" in record for record in records)
+    for record in records:
+        assert ("<image>" in record["prompt"]) == record.get("images", "").startswith("data:image/jpeg;base64,")
+        assert "<image><image>" not in record["prompt"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f'<img src="{record["images"]}"' in page for record in records[:8] if "images" in record)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["actor_rollout_ref.rollout.name=vllm"], "rollout.name=native alone generates from images"),
         (["do_search=true"], "agents, tools and environments play text episodes"),
-        (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=sync alone has images"),
         (["data.video_key=videos"], "no video and no audio"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "divides rows of text"),
     ],
@@ -158,7 +215,7 @@ def test_a_model_of_text_is_told(
 def test_a_rank_whose_rows_have_no_images_keeps_step(seeing: dict[str, Path], forks: Any, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(seeing["model"])
     processor = processor_without_video(config).from_pretrained(seeing["model"])
-    files, prompts = ImageFiles(processor, str(seeing["cache"]), {}), list[tuple[list[int], str]]()
+    files, prompts = ImageFiles(processor, IMAGE, str(seeing["cache"]), {}), list[tuple[list[int], str]]()
     for content, images in [("<image>a", 1), ("<image>b<image>", 2), ("<image>c", 1), ("d", 0), ("e", 0), ("f", 0)]:
         parts = in_parts([{"role": "user", "content": content}], images, "row")
         text = processor.tokenizer.apply_chat_template(parts, tokenize=False)

@@ -1,7 +1,7 @@
 """Text environments, and their loop: the policy acts and the environment answers, until the episode is done."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class EnvironmentLoop(AgentLoop):
             if opening is None or isinstance(opening, str):
                 messages = with_opening(task.row["messages"], opening)
             else:
-                messages = self.chat.safe(list(opening))
+                messages = self.chat.safe(_texts(opening))
             hidden = valid_text(dict(environment.hidden))
             talk = Conversation(self.chat, messages)
             play = self.play(task, generate, talk.token_ids)
@@ -131,12 +131,20 @@ class EnvironmentLoop(AgentLoop):
             return "stop" if done else finish_reason
         if play.num_turns >= self._most_turns:
             return "turns"
-        return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else _texts(messages)
 
     async def _call(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
         seconds = (method == "open" and environment.open_seconds) or self._seconds
         function = partial(getattr(environment, method), *arguments)
         return valid_text(await run_tool(function, {}, seconds, f"{method}()", lock))
+
+
+def _texts(messages: Iterable[Message]) -> list[Message]:
+    """The messages of an environment. EpisodeFailed: one has parts, such as an image, and not text."""
+    shown = list(messages)
+    if any(isinstance(message.get("content"), list) for message in shown):
+        raise EpisodeFailed("the environment answered with parts of a message, and only text is supported")
+    return shown
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from valor.agents.agents import Agents
@@ -177,14 +178,17 @@ def check_positions(config: PPOConfig) -> Any:
 
 
 def load_images(config: PPOConfig, tokenizer: Any) -> ImageFiles:
-    """What reads the images of prompts. UserError: policy or critic reads none."""
+    """What reads the images of prompts. UserError: policy or critic reads none, or Pillow is missing."""
+    if find_spec("PIL") is None:
+        raise UserError("data.image_key needs Pillow to read images: pip install 'valor-rl[images]'")
     data, processor = config.data, load_processor(config, tokenizer)
     if config.has_value_model and load_model_config(config.critic.model).model_type not in FAMILIES:
         raise UserError(
             f"data.image_key={data.image_key}: the critic '{config.critic.model.path}' reads no images: set "
             "critic.model.path to a model that does, such as the policy's"
         )
-    return ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
+    token = load_model_config(config.actor_rollout_ref.model).image_token_id
+    return ImageFiles(processor, token, data.image_cache, data.mm_processor_kwargs)
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -176,7 +176,6 @@ class PPOConfig(Section):
             "distillation is from teachers that read text": self.distillation.enabled,
             "reward models read text": self.reward.reward_model.enable,
             "algorithm.branch_values branches off answers to text": self.algorithm.branch_values.share > 0,
-            "trainer.v1.trainer_mode=sync alone has images": self.trainer.v1.runs_ahead,
         }
         yield from (f"{by_images}: {reason}: change that, or drop it" for reason, holds in not_yet.items() if holds)
 

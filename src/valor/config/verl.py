@@ -46,6 +46,7 @@ critic.fsdp.* critic.model.fsdp_config.* -> critic.fsdp_config.*
 data.(tool_config_path function_tool_path) -> {R}.multi_turn.
 {A}.use_prefix_grouper -> {M}.share_prefixes
 critic.model.external_lib -> {M}.external_lib
+{M}.freeze_vision_tower -> {A}.freeze_vision_tower
 trainer.v1.*_async.num_warmup_batches -> trainer.v1.num_warmup_batches
 critic.fsdp_config.gradient_checkpointing -> critic.model.enable_gradient_checkpointing
 *.grad_clip -> *.optim.clip_grad

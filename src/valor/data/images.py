@@ -5,6 +5,7 @@ with `bytes` or `path` (`image` in its place), as parquet files of the Hugging F
 dataset classes. Each has one `<image>` in the row's messages.
 """
 
+import base64
 import hashlib
 import io
 import json
@@ -20,7 +21,10 @@ IMAGES = "images"
 """The column of batches with the file of each row's images; empty text: the row has none."""
 
 PLACEHOLDER = "<image>"
+_FACT, _SHOWN, _SIDE = "shown", 4, 128  # in the head of a file: so many of its images, each of so many pixels at most
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+
+_KEYS = {"bytes": None, "path": None, "image": None}.keys()  # in their order
 
 Source = bytes | Path
 """An image file, or what is in one."""
@@ -38,7 +42,11 @@ def parse_images(value: Any, where: str) -> tuple[Source, ...]:
 
 def _source(value: Any, folder: Path, where: str) -> Source:
     if isinstance(value, Mapping):
-        value = next((value[key] for key in ("bytes", "path", "image") if value.get(key) is not None), value)
+        if more := sorted(key for key in value.keys() - _KEYS if value[key] is not None):
+            raise UserError(
+                f"{where}: '{more[0]}' of a single image is not read: drop it, and set data.mm_processor_kwargs for all"
+            )
+        value = next((value[key] for key in _KEYS if value.get(key) is not None), value)
     if isinstance(value, str):
         path = folder / Path(value.removeprefix("file://")).expanduser()
         if not path.is_file():
@@ -78,12 +86,12 @@ class ImageFiles:
     """Makes what a model reads of a prompt's images, and writes it to `folder`, by its content: equal images lie there
     once, and are found by later runs.
 
-    processor: transformers' of the model. options: its keyword arguments, such as min_pixels. UserError: it has none of
-    that name.
+    processor: transformers' of the model. token: the id at which the model reads a feature of an image. options:
+    keyword arguments of the processor, such as min_pixels. UserError: it has none of that name.
     """
 
-    def __init__(self, processor: Any, folder: str, options: Mapping[str, Any]) -> None:
-        self.processor, self._folder, self._options = processor, Path(folder), dict(options)
+    def __init__(self, processor: Any, token: int, folder: str, options: Mapping[str, Any]) -> None:
+        self.processor, self._token, self._folder, self._options = processor, token, Path(folder), dict(options)
         images = processor.image_processor
         names = images.valid_kwargs.__annotations__
         if unknown := next((name for name in options if name not in names), None):
@@ -119,28 +127,52 @@ class ImageFiles:
         digest = hashlib.sha256(self._facts)
         for content in contents:
             digest.update(hashlib.sha256(content).digest())
-        path = self._folder / f"{digest.hexdigest()}-{ids.count(self.processor.image_token_id)}.safetensors"
+        path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
         if not path.is_file():
-            self._write(path, {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}, where)
+            tensors = {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}
+            self._write(path, tensors, _small(pictures[:_SHOWN]), where)
         return ids, str(path)
 
-    def _write(self, path: Path, tensors: Mapping[str, Any], where: str) -> None:
+    def _write(self, path: Path, tensors: Mapping[str, Any], shown: str, where: str) -> None:
         from safetensors.torch import save_file
 
         part = path.with_suffix(f".{os.getpid()}.partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: x.contiguous() for name, x in tensors.items()}, part)
+            save_file({name: x.contiguous() for name, x in tensors.items()}, part, {_FACT: shown})
             os.replace(part, path)
         except OSError as error:
             raise UserError(f"{where}: its images cannot be written to data.image_cache ({error})") from error
 
 
+def shown_images(file: str) -> str | None:
+    """A small picture of a row's images side by side, from their file, as a data URI; None: it has none."""
+    from safetensors import safe_open
+
+    if not Path(file).is_file():
+        return None
+    with safe_open(file, "pt") as tensors:
+        return (tensors.metadata() or {}).get(_FACT)
+
+
+def _small(pictures: Sequence[Any]) -> str:
+    """The data URI of a JPEG: pictures [RGB] side by side, each at most _SIDE pixels wide and high."""
+    from PIL import Image
+
+    shown = [picture.copy() for picture in pictures]
+    for picture in shown:
+        picture.thumbnail((_SIDE, _SIDE))
+    sheet = Image.new("RGB", (sum(p.width for p in shown), max(p.height for p in shown)), "white")
+    for i, picture in enumerate(shown):
+        sheet.paste(picture, (sum(p.width for p in shown[:i]), 0))
+    stream = io.BytesIO()
+    sheet.save(stream, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
 def _picture(content: bytes, where: str) -> Any:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        raise UserError("data.image_key needs Pillow to read images: pip install pillow") from None
+    from PIL import Image
+
     try:
         return Image.open(io.BytesIO(content)).convert("RGB")
     except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:

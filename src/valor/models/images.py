@@ -25,8 +25,11 @@ from transformers import (
 
 from valor.errors import UserError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "internvl")
-"""Model types whose text decoder sees of an image features and positions, and no mask of its own."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "internvl")
+"""Model types whose text decoder sees of an image features, positions, and of `IN_BLOCKS` where images are."""
+
+IN_BLOCKS = ("gemma3",)
+"""Those whose image tokens attend to later ones of their image, which packed rows do not have."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class ImageInputs:
         outputs = [model.get_image_features(**call, return_dict=True) for call in self.pixels]
         features = self._placed([output.pooler_output for output in outputs])
         flat = embeddings.flatten(0, 1).index_copy(0, self.places, features.to(embeddings.dtype))
+        if model.config.model_type in IN_BLOCKS:
+            options["token_type_ids"] = _at(ids, self.places).int()
         later = zip(*(getattr(output, "deepstack_features", ()) for output in outputs), strict=True)
         with _adding(model, ids, self.places, [self._placed(layer) for layer in later]):
             return model(inputs_embeds=flat.view_as(embeddings), **options)
@@ -57,6 +62,11 @@ class ImageInputs:
         return torch.cat([x.flatten(0, -2) for x in parts]).index_select(0, self.features)
 
 
+def _at(ids: Tensor, places: Tensor) -> Tensor:
+    """[b, L], true at these places [n] of ids [b, L]."""
+    return torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill(0, places, True).view_as(ids)
+
+
 @contextmanager
 def _adding(model: Any, ids: Tensor, places: Tensor, layers: Sequence[Tensor]) -> Iterator[None]:
     """The text decoder adds features [n, H] at these places behind its first layers inside (Qwen3-VL's DeepStack). The
@@ -64,8 +74,7 @@ def _adding(model: Any, ids: Tensor, places: Tensor, layers: Sequence[Tensor]) -
     if not layers:
         yield
         return
-    seen = torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill(0, places, True).view_as(ids)
-    given = {"visual_pos_masks": seen, "deepstack_visual_embeds": layers}
+    given = {"visual_pos_masks": _at(ids, places), "deepstack_visual_embeds": layers}
     decoder = model.base_model.language_model
     hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | given), with_kwargs=True)
     try:

@@ -93,7 +93,7 @@ def load_processor(config: PPOConfig, tokenizer: Any) -> Any:
             f"are read by {', '.join(FAMILIES)}: take such a model, or drop image_key"
         )
     with _as_user_errors(model.path, "processor"), quiet_transformers():
-        processor = processor_without_video(kind).from_pretrained(_resolve(model.path))
+        processor = processor_without_video(kind).from_pretrained(_resolve(model.path), video_processor=None)
     processor.tokenizer, tokenizer.renders_parts = tokenizer, True
     return processor
 

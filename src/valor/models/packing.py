@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from valor.models.attention import Segments, attention
+from valor.models.images import IN_BLOCKS
 from valor.models.internals import attention_of, has_attention_interface, set_attention
 
 IMPLEMENTATION = "valor_packed"
@@ -124,6 +125,8 @@ def enable_packing(hf: Any) -> bool:
     configs = configs_of(hf)
     before = [attention_of(config) for config in configs]
     reason = obstacle(hf, {"full_attention"})
+    if any(config.model_type in IN_BLOCKS for config in configs):
+        reason = "tokens of an image attend to later ones"
     if not all(name in _REPLACED for name in before):
         reason = f"its attention is {', '.join(sorted(set(before)))}, not sdpa"
     if reason is None:

@@ -39,7 +39,13 @@ def _card(record: Mapping[str, Any], reach: Mapping[str, float], bounds: tuple[f
     tokens = [_token(record, i, reach, bounds) for i in range(len(record["tokens"]))]
     parts = _parts(record, tokens) if record.get("episode") else [_PART | {"tokens": tokens}]
     left_out = record.get("tokens_left_out", 0)
-    return {"facts": list(_facts(record)), "prompt": record["prompt"], "parts": parts, "left_out": left_out}
+    return {
+        "facts": list(_facts(record)),
+        "prompt": record["prompt"],
+        "parts": parts,
+        "left_out": left_out,
+        "images": record.get("images"),
+    }
 
 
 def _facts(record: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from valor.arguments import command
 from valor.errors import UserError, did_you_mean
-from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1, walk
+from valor.rewards import choice, code, countdown, geometry, gsm8k, mathematics, qa, reasoning_gym, search_r1, walk
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -40,6 +40,7 @@ BUILT_IN: dict[str, Grader] = {
     "valor/arithmetic": gsm8k.grade_flexible,
     "valor/walk": walk.grade,
     **dict.fromkeys(_MATHEMATICS, mathematics.grade),
+    **dict.fromkeys(("*geometry3k*", "geo3k*"), geometry.grade),
     **dict.fromkeys(_CHOICE, choice.grade),
     "searchR1_*": search_r1.grade,
     **dict.fromkeys(_QUESTIONS, qa.grade),

@@ -25,7 +25,7 @@ class Sample:
 
     Of an episode also `turns` (number of each token's turn from 1; 0 on observations), and `episode`: its `calls`,
     `turn_rewards`, `outcome`, `error` (why it could not be played), and `rows` (of each row after the first its
-    `prompt`, and the token `at` which it begins).
+    `prompt`, and the token `at` which it begins). Of a prompt with images `images`, a small picture as a data URI.
     """
 
     prompt: str
@@ -43,6 +43,7 @@ class Sample:
     log_probs: Sequence[float | None] | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
     episode: dict[str, Any] | None = None
+    images: str | None = None
 
 
 def write_samples(run_dir: Path, step: int, samples: Iterable[Sample], *, split: Split = "train") -> Path:
@@ -78,6 +79,8 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     facts = {"step": step, "split": split, **asdict(sample)}
+    if sample.images is None:
+        del facts["images"]
     record = to_jsonable_python(facts, inf_nan_mode="null", fallback=_plain)
     for name in _MEASURED:
         record[name] = record[name] and [None if number is None else float(f"{number:.6g}") for number in record[name]]

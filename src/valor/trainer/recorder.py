@@ -1,6 +1,7 @@
 """Records of a run in its folder: metrics, samples, checkpoints, the resolved configuration and the report."""
 
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.config.tree import flatten
 from valor.data.batch import Batch, Episodes
+from valor.data.images import IMAGES, shown_images
 from valor.report.page import build_report
 from valor.report.run_data import read_steps
 from valor.tracking.console import sample_line, say, show_progress
@@ -26,6 +28,7 @@ from valor.trainer.checkpoints import CheckpointStore
 
 _PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
 _OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1+")  # an image has a token a feature
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _NO_REWIND = 2**62  # as the step to resume after: no record is of a later step, so none is deleted
 
@@ -214,7 +217,9 @@ class PPORecorder(RunRecorder):
             **{name: batch.objects[name][first] for name in _OBJECTS},
             **numbers,
             **of_loop,
+            images=shown_images(batch.objects[IMAGES][first]) if IMAGES in batch else None,
         )
 
     def _prompt(self, batch: Batch, i: int) -> str:
-        return self._tokenizer.decode(batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist())
+        text = self._tokenizer.decode(batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist())
+        return _REPEATED.sub(r"\1", text) if IMAGES in batch else text

@@ -41,6 +41,8 @@ class World(TextEnvironment):
             await asyncio.sleep(30)
         if text == "wrong":
             return "only a text"
+        if text == "picture":
+            return Step([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], 0.0, False)
         if text == "stop":
             raise UserError("fix this")
         return Step(f"you said {text}<|end|>", 0.5 if text == "half" else 0.0, text == "win")
@@ -143,6 +145,7 @@ def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> 
         ("raise", r"step\(\) raised ValueError: the world broke"),
         ("sleep", r"step\(\) gave no answer within 0.5 s"),
         ("wrong", r"step\(\) returned str"),
+        ("picture", "answered with parts of a message, and only text is supported"),
     ],
 )
 def test_what_fails_is_the_episodes_error_and_the_environment_is_closed(world: str, text: str, said: str) -> None:

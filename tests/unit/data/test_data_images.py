@@ -1,5 +1,6 @@
 """Images of prompts: what is accepted and refused, and the files that rows name."""
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tiny_vision import IMAGE, make_model, picture
+from valor.collector.inputs import load_images
 from valor.config import DataConfig
-from valor.data.images import ImageFiles, in_parts, parse_images
+from valor.data.images import ImageFiles, in_parts, parse_images, shown_images
 from valor.data.prompts import PromptDataset
 from valor.errors import UserError
 from valor.models.internals import processor_without_video
@@ -41,7 +43,7 @@ def dataset(tmp_path: Path, processor: Any, rows: list[dict[str, Any]], **option
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     settings = {"train_files": [str(tmp_path / "rows.parquet")], "image_key": "images", "shuffle": False, **options}
     data = DataConfig(image_cache=str(tmp_path / "cache"), seed=0, **settings)
-    images = ImageFiles(processor, data.image_cache, data.mm_processor_kwargs)
+    images = ImageFiles(processor, IMAGE, data.image_cache, data.mm_processor_kwargs)
     return PromptDataset(data, processor.tokenizer, "train", images=images)
 
 
@@ -114,6 +116,7 @@ def test_a_run_on_text_has_no_images(tmp_path: Path, processor: Any) -> None:
         ("<image>", [{"bytes": picture(16, 16, 0)[:-40]}], {}, "row 0, image 0: is no image that can be read"),
         ("<image><image>", [{"bytes": picture(8, 8, 0)}], {}, "the messages have 2 <image> and the row has 1 images"),
         ("what", [{"bytes": picture(8, 8, 0)}], {}, "the messages have 0 <image> and the row has 1 images"),
+        ("<image>", [{"path": "a.png", "max_pixels": 9}], {}, "image 0: 'max_pixels' of a single image is not read"),
         ("<image>", [3], {}, "image 0: must be bytes, a path, or a dictionary with one of them, got int"),
         ("<image>", [{"bytes": picture(900, 4, 0)}], {}, "the model's processor refuses the images: absolute aspect"),
         ("<image>", [{"bytes": picture(8, 8, 0)}], {"truncation": "left", "max_prompt_length": 9}, "without images"),
@@ -134,7 +137,7 @@ def test_what_cannot_be_read_is_told(
 
 
 def test_a_template_that_shows_no_images_is_told(tmp_path: Path, processor: Any) -> None:
-    files = ImageFiles(processor, str(tmp_path / "cache"), {})
+    files = ImageFiles(processor, IMAGE, str(tmp_path / "cache"), {})
     for text in ("what", "<image><image>"):
         with pytest.raises(UserError, match=f"row 3: the rendered prompt has {text.count('<image>')} <image> for 1 im"):
             files.encode(text, [picture(8, 8, 0)], "row 3")
@@ -144,3 +147,30 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, processor: Any)
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be written to data\.image_cache"):
         dataset(tmp_path, processor, [row("<image>", [{"bytes": picture(8, 8, 0)}])])
+
+
+def test_a_small_picture_lies_beside_the_tensors(tmp_path: Path, processor: Any) -> None:
+    from PIL import Image
+
+    rows = [row("<image>" * 6, [{"bytes": picture(300, 100, i)} for i in range(6)]), row("none", [])]
+    first, second = dataset(tmp_path, processor, rows, max_prompt_length=2000)
+    uri = shown_images(first.images or "") or ""
+    assert len(uri) < 50_000
+    content = base64.b64decode(uri.removeprefix("data:image/jpeg;base64,"))
+    assert Image.open(io.BytesIO(content)).size == (4 * 128, 43)
+    assert second.images == "" and shown_images(second.images) is None
+
+
+def test_an_image_of_too_many_pixels_is_told(tmp_path: Path, processor: Any, monkeypatch: Any) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(UserError, match=r"row 0, image 0: is no image that can be read .*decompression bomb"):
+        dataset(tmp_path, processor, [row("<image>", [{"bytes": picture(8, 8, 0)}])])
+
+
+def test_a_missing_library_is_told(monkeypatch: Any) -> None:
+    config: Any = None
+    monkeypatch.setattr("valor.collector.inputs.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Pillow to read images: pip install 'valor-rl\[images\]'"):
+        load_images(config, None)

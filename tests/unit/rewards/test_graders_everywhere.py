@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 TRUTHS: dict[str, Any] = {
     "math": "42",
+    "hiyouga/geometry3k": "42",
     "openai/gsm8k": "42",
     "openai/gsm8k-flexible": "42",
     "valor/arithmetic": "42",

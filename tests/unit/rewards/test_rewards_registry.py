@@ -43,6 +43,7 @@ def test_a_name_goes_before_patterns_and_an_earlier_pattern_before_a_later_one()
         *((source, "Answer: B", "B") for source in ("cais/mmlu", "mmlu", "gpqa_diamond", "Rowan/hellaswag")),
         *((f"searchR1_{name}", "<answer>Paris</answer>", {"target": ["Paris"]}) for name in ("nq", "hotpotqa")),
         *((source, "It is Paris.", ["Paris"]) for source in ("nq", "triviaqa", "hotpotqa", "bamboogle")),
+        *((source, r"<think>a</think> \boxed{\frac{1}{2}}", "0.5") for source in ("hiyouga/geometry3k", "geo3k")),
         *((source, "4*6+1-1", {"target": 24, "numbers": [1, 1, 4, 6]}) for source in ("countdown", "game24")),
     ],
 )  # fmt: skip
@@ -51,6 +52,23 @@ def test_sources_of_the_sets_that_everyone_trains_on(source: str, response: str,
     assert result.get("acc", result["score"]) == 1.0  # type: ignore[union-attr, index]
     wrong = compute_score(source, "Answer: 17 or so, <answer>17</answer>", truth)
     assert wrong.get("acc", wrong["score"]) == 0.0  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        (r"<think>a</think> so \boxed{12.0}", 1.0),
+        (r"<think>\boxed{12}</think> so \boxed{13}", 0.1),
+        (r"so \boxed{12}", 0.9),
+        ("<think>a</think> The answer is 12", 0.0),
+        (r"a</think> \boxed{12}", 0.9),
+        (r"<think>a</think> \boxed{}", 0.1),
+        ("", 0.0),
+    ],
+)
+def test_geometry_has_a_tenth_for_the_form(response: str, score: float) -> None:
+    result = compute_score("hiyouga/geometry3k", response, "12")
+    assert result["score"] == pytest.approx(score)  # type: ignore[index]
 
 
 def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
