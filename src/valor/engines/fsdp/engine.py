@@ -58,8 +58,7 @@ def build_fsdp(
         total_steps=total_steps,
         sequence_parallel=getattr(section, "ulysses_sequence_parallel_size", 1),
     )
-    if model.compile or model.use_liger:
-        use_kernels(engine, layers, model, fsdp.dtype)
+    use_kernels(engine, layers, model, fsdp.dtype)
     return engine
 
 
