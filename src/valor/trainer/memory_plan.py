@@ -17,6 +17,7 @@ from transformers import AutoModelForTokenClassification
 from valor.config import BackboneConfig, FSDPConfig, PPOConfig
 from valor.config.actor import UpdateConfig
 from valor.config.tree import flatten, nested
+from valor.engines.fsdp.sharding import MOST_IN_ONE_PART
 from valor.errors import UserError
 from valor.models.classifier import register_classifier
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
@@ -193,6 +194,8 @@ def _turn(config: PPOConfig, machine: Machine, use: Use, *, trains: bool) -> dic
         unsharded = shape.trained if not reshards and shards > 1 else 0
         parts["gradients"] = shape.trained * 4 / shards + unsharded * 4
     parts["activations"] = _activations(config, machine, use, trains)
+    if trains and gpu and machine.processes == 1 and not fsdp.offload_policy and shape.weights <= MOST_IN_ONE_PART:
+        parts["activations"] = max(parts["activations"], 8.0 * shape.trained)  # or two copies of gradients, after them
     return parts
 
 
