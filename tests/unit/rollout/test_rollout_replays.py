@@ -1,7 +1,10 @@
 """Decode steps that are captured and repeated, by graphs that are recorded on the CPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +142,41 @@ def test_a_later_failure_is_told_once_and_memory_that_runs_out_means_fewer_rows(
     capture_with(monkeypatch, Captures(fails=lambda number, left=[error]: left.pop() if number == 2 and left else None))
     assert [output.token_ids for output in generated(qwen, work)] == [output.token_ids for output in plain]
     assert "rollout.max_num_seqs=5" in caplog.text and "CUDA graph" not in caplog.text
+
+
+def test_captures_on_cuda_share_a_pool_and_end_whatever_happens(monkeypatch) -> None:
+    """The calls in their order, on torch.cuda as far as a CPU has it: signatures are torch's own."""
+    calls: list[tuple] = []
+
+    of_torch = signature(torch.cuda.CUDAGraph.capture_begin)
+
+    class Graph:
+        def capture_begin(self, *args: object) -> None:
+            bound = of_torch.bind(self, *args).arguments
+            calls.append(("begin", bound["pool"], bound["capture_error_mode"]))
+
+        def capture_end(self) -> None:
+            calls.append(("end",))
+
+        def replay(self) -> None:
+            calls.append(("replay",))
+
+    stream = SimpleNamespace(wait_stream=lambda other: calls.append(("wait", other)))
+    fakes = {"CUDAGraph": Graph, "Stream": lambda: stream, "graph_pool_handle": lambda: (0, 7)}
+    fakes |= {"stream": lambda _: nullcontext(), "current_stream": lambda: stream}
+    fakes["graph"] = lambda graph, pool, on, mode: nullcontext(calls.append(("kept", pool, on is stream, mode)))
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    capture = replays.CUDACapture()
+    assert calls == [("kept", (0, 7), True, "thread_local")]
+    replay, result = capture(lambda: torch.ones(2))
+    replay()
+    assert result.tolist() == [1, 1]
+    begun = [("wait", stream), ("begin", (0, 7), "thread_local"), ("end",)]
+    assert calls[1:] == [*begun, ("wait", stream), ("replay",)]
+    calls.clear()
+    with pytest.raises(KeyError, match="no such key"):
+        capture(lambda: {}["no such key"])
+    assert calls == begun
