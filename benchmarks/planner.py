@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from valor.config import PPOConfig, load
-from valor.lab.planner import GIB, Machine, estimate
+from valor.trainer.memory_plan import GIB, Machine, estimate
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 64, 64, 4, 2
 COMMON = [

@@ -14,6 +14,7 @@ from valor.models.attention import _varlen_agrees
 from valor.models.internals import checkpoint_layers
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, SamplingParams
+from valor.rollout.native import replays
 from valor.rollout.native.engine import NativeEngine
 from valor.workers.memory import use_deterministic_algorithms
 
@@ -139,6 +140,24 @@ def test_the_native_engine_samples_what_it_says(cuda, dtype):
             log_p = hf(input_ids=ids).logits[0].float().log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         scored = log_p.gather(1, torch.tensor(output.token_ids, device=cuda)[:, None])[:, 0].tolist()
         assert output.log_probs == pytest.approx(scored, abs=1e-3 if dtype is torch.float32 else 0.2)
+
+
+def test_captured_decode_steps_say_what_launched_ones_say(cuda, monkeypatch):
+    hf, replayed = causal_lm().to(cuda).eval(), []
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    requests = [Request(str(i), list(range(5, 45 + i)), params, (i,)) for i in range(12)]
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
+    engine = NativeEngine(hf, eos_token_ids=[2])
+    captured = [engine.generate(requests) for _ in range(2)]
+    assert engine._capture is not None, "a warning has said why"
+    assert len(replayed) > 300 and len(set(replayed)) < 20
+    monkeypatch.setattr(replays, "CAPTURES", {})
+    launched = NativeEngine(hf, eos_token_ids=[2]).generate(requests)
+    assert captured[0] == captured[1]
+    for one, other in zip(captured[0], launched, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
 def test_rows_are_bounded_by_the_memory_that_is_free(cuda):

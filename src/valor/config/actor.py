@@ -62,7 +62,7 @@ class UpdateConfig(Section):
     """Most samples in a micro-batch of one process; null leaves it to the token budget."""
     use_dynamic_bsz: bool = False
     """true: form micro-batches by tokens alone, whatever ppo_micro_batch_size_per_gpu says."""
-    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_max_token_len_per_gpu: PositiveInt = key(16384, derived="16384; on GPUs as many as fit, at most 65536")
     """Most tokens (padding included) in a micro-batch of one process; one longer sample goes alone."""
     ppo_epochs: PositiveInt = 1
     """Passes over each training batch."""
@@ -167,7 +167,7 @@ class CriticConfig(
     ),
     ppo_micro_batch_size_per_gpu=key(None, _A_MODEL),
     use_dynamic_bsz=follows("actor_rollout_ref.actor.use_dynamic_bsz"),
-    ppo_max_token_len_per_gpu=key(32768, _A_MODEL),
+    ppo_max_token_len_per_gpu=key(32768, _A_MODEL, derived="32768; on GPUs as many as fit, at most 65536"),
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", _TRAINED),
     shuffle=inherits("actor_rollout_ref.actor.shuffle", _A_MODEL),
     freeze_vision_tower=inherits(

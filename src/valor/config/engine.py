@@ -40,10 +40,10 @@ class BackboneConfig(Section):
     """Pack the rows of a micro-batch without padding; false pads them to the longest."""
     share_prefixes: bool = key(True, ".use_remove_padding")
     """Compute a beginning that several rows of a micro-batch share, such as the prompt of a group, once."""
-    compile: bool = key(False, ".use_remove_padding")
-    """Training passes by torch.compile, checked against the plain ones at the start; needs a C++ compiler on CPUs."""
-    use_liger: bool = False
-    """Liger's kernels (`pip install valor-rl[liger]`) for norms, rotary positions and activations; needs a GPU."""
+    compile: bool | None = key(None, ".use_remove_padding")
+    """Training passes by torch.compile, checked at the start; null: on GPUs if they pass. CPUs need a C++ compiler."""
+    use_liger: bool | None = None
+    """Liger's kernels (`pip install valor-rl[liger]`) for norms, rotations, activations on GPUs; null: if they pass."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
     lora_alpha: PositiveFloat = key(16, ".lora_rank")

@@ -69,6 +69,8 @@ class PPOConfig(Section):
             set_at(tree, "algorithm.lam_critic", 1.0)
         if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
             set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
+        for name in ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"):
+            set_at(tree, name, lookup(cls, tree, name))
         if get_at(tree, MAX_LENGTH) is None:
             parts = [lookup(cls, tree, f"data.max_{part}_length") for part in ("prompt", "response")]
             if all(isinstance(part, int) for part in parts):  # what is no number is told where it was set

@@ -1,5 +1,7 @@
-"""Faster layers for training, on request: compiled by torch (`model.compile`), or Liger's (`model.use_liger`)."""
+"""Faster layers for training: compiled by torch (`model.compile`), or Liger's (`model.use_liger`)."""
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,35 +13,86 @@ from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines.optim import global_norm
 from valor.errors import UserError
+from valor.models.images import vision_tower
 from valor.models.internals import use_liger_kernels
 from valor.models.packing import IMPLEMENTATION, packed_attention
 from valor.models.rows import ROW_FIELDS
 
+DEVICES = ("cuda",)  # where null tries them
+_LEAST_TRIED = 2**27  # weights of a model: a smaller one has learnt before it is compiled
+
+logger = logging.getLogger(__name__)
+
 
 def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dtype: str) -> None:
-    """Replace forwards of `layers`, the blocks of a training engine's model, as `model` asks for.
+    """Replace forwards of `layers`, the blocks of a training engine's model, as `model` asks for; null, by those that
+    work on this device.
 
-    `dtype`, in which they compute, decides how well numbers have to agree. UserError: they do not, or kernels cannot be
-    had here, or rows are not packed.
+    `dtype`, in which they compute, decides how well numbers have to agree. UserError: those that are asked for do not,
+    or cannot be had here, or rows are not packed. What null tries is left out with a warning.
     """
-    names = " and ".join(f"model.{name}=true" for name in ("compile", "use_liger") if getattr(model, name))
-    hf = engine.module.hf
+    hf, names = engine.module.hf, _wanted(engine, model)
+    if not names:
+        return
     if not engine.module.packed:
-        raise UserError(f"{names} is for packed rows, and {type(hf).__name__} reads padded ones: leave it out")
+        raise UserError(
+            f"model.{names[0]}=true is for packed rows, and {type(hf).__name__} reads padded ones: leave it out"
+        )
     engine.onload()
     plain = _trial(engine)
-    if model.use_liger:
-        _use_liger(hf, engine.device)
-    if model.compile:
-        _compile(layers, engine.device)
-    try:
-        ours = _trial(engine)
-    except RuntimeError as error:
-        raise UserError(f"{names} does not work here: leave it out ({str(error).strip().splitlines()[0]})") from error
-    differences = [float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0]
-    if not max(differences) <= (1e-4 if dtype == "float32" else 0.02):
-        raise UserError(f"{names} gives other numbers (relative difference {max(differences):.2g}): leave it out")
+    for name in names:
+        restore, problem = _snapshot(hf), None
+        try:
+            if name == "use_liger":
+                _use_liger(hf, engine.device)
+            else:
+                _compile(layers, engine.device)
+            problem = _difference(_trial(engine), plain, 1e-4 if dtype == "float32" else 0.02)
+        except UserError:  # it cannot be had, which null does not ask
+            if getattr(model, name):
+                raise
+            restore()
+        except RuntimeError as error:
+            problem = f"does not work here: leave it out ({str(error).strip().splitlines()[0]})"
+        if problem is not None and getattr(model, name):
+            raise UserError(f"model.{name}=true {problem}")
+        if problem is not None:
+            restore()
+            logger.warning("model.%s=false, as true %s", name, problem.replace(": leave it out", ""))
     engine.offload()
+
+
+def _wanted(engine: Any, model: BackboneConfig) -> list[str]:
+    """The kernels to use, or to try: where compiling takes longer than it saves, null tries nothing."""
+    tries = (
+        engine.device.type in DEVICES
+        and getattr(engine.module, "packed", False)
+        and vision_tower(engine.module.hf) is None
+    )
+    tries = tries and sum(p.numel() for p in engine.module.parameters()) >= _LEAST_TRIED
+    settings = {name: getattr(model, name) for name in ("use_liger", "compile")}
+    return [name for name, setting in settings.items() if setting or (setting is None and tries)]
+
+
+def _snapshot(hf: nn.Module) -> Callable[[], None]:
+    """What puts the functions of a model, and of its file, back in their places."""
+    names = sys.modules[type(hf).__module__].__dict__
+    states = [(vars(part), dict(vars(part))) for part in hf.modules()]
+    functions = dict(names)
+
+    def restore() -> None:
+        names.update(functions)
+        for state, before in states:
+            state.clear()
+            state.update(before)
+
+    return restore
+
+
+def _difference(ours: list[Tensor], plain: list[Tensor], most: float) -> str | None:
+    """None where numbers agree."""
+    found = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0)
+    return None if found <= most else f"gives other numbers (relative difference {found:.2g}): leave it out"
 
 
 def _trial(engine: Any) -> list[Tensor]:

@@ -22,10 +22,10 @@ from valor.errors import TrainingStopped, UserError
 from valor.hub import hub_answers
 from valor.lab import arithmetic
 from valor.lab.api import PPO
-from valor.lab.planner import GIB
 from valor.models.linear import bfloat16_is_slow
 from valor.sandbox.box import SandboxError
 from valor.sandbox.levels import strongest_level
+from valor.trainer.memory_plan import GIB
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "peft", "datasets")
 _AGREE = 1e-5  # between log-probs of the native engine and of training, in float32 on a CPU

@@ -21,8 +21,8 @@ _HARMLESS = """
     reward.max_error_ratio reward.num_workers *.max_tool_error_ratio *checkpoint.save_contents ray_kwargs.*
     resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch global_profiler.* *.profiler.*
     *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size *.enable_gradient_checkpointing
-    *.use_remove_padding *.share_prefixes *.max_num_seqs *.max_num_batched_tokens *.gpu_memory_utilization
-    *.update_weights_bucket_megabytes *.weights_dir data.image_cache
+    *.use_remove_padding *.share_prefixes *.model.compile *.model.use_liger *.max_num_seqs
+    *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir data.image_cache
 """
 _LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64  # of a larger weight file, blocks at even distances; of others all bytes

@@ -4,19 +4,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.registry import Entry
 from valor.config import PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
-from valor.config.tree import flatten, get_at, matches
+from valor.config.tree import flatten, get_at, matches, nested
 from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool, startable
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import offered_settings
+from valor.trainer.memory_plan import Machine, gpu_bytes, token_budgets
 from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import STANDARD, phases_of
 from valor.trainer.phases.update_critic import value_loss_mistakes
@@ -51,13 +53,22 @@ def _lines(find: Callable[[Any], Iterable[str]], config: Any) -> list[str]:
 
 
 def derived(config: BaseModel) -> dict[str, Any]:
-    """Values of keys that are null by the algorithms that `config` names. Runs the file `algorithm.custom_path`."""
+    """Values of keys that are null, by the algorithms that `config` names, and by the memory of the GPUs here. Runs the
+    file `algorithm.custom_path`."""
+    values: dict[str, Any] = {}
     if not isinstance(config, PPOConfig):
-        return {}
+        return values
     with suppress(UserError):  # `check` tells it
         load_custom(config.algorithm.custom_path)
-        return {"critic.enable": True} if ADVANTAGES[config.algorithm.adv_estimator].capability.needs_critic else {}
-    return {}
+        if ADVANTAGES[config.algorithm.adv_estimator].capability.needs_critic:
+            values["critic.enable"] = True
+        if not config.trains_policy or "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
+            return values
+        if config.trainer.device != "cpu" and (memory := gpu_bytes()):
+            processes = (config.trainer.n_gpus_per_node or torch.cuda.device_count()) * config.trainer.nnodes
+            whole = type(config).model_validate(nested(flatten(config.model_dump()) | values))
+            values |= token_budgets(whole, Machine("cuda", processes, memory))
+    return values
 
 
 def _loggers(config: BaseModel) -> Iterator[str]:

@@ -6,11 +6,13 @@ from packaging import version
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
 
 from posed_device import DEVICE, Posed, PosedDevice, pose
+from recorded_graph import Captures
 from valor import algorithms
 from valor.models.attention import Segments, attention
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 from valor.rollout.base import Request, SamplingParams
+from valor.rollout.native import replays
 from valor.rollout.native.engine import NativeEngine
 
 SIZES = {
@@ -164,6 +166,29 @@ def test_a_decode_of_64_tokens_waits_once_in_eight_steps():
     for mine, other in zip(found, expected, strict=True):
         assert mine[0] == other[0] and mine[2] == other[2]
         assert mine[1] == pytest.approx(other[1], abs=1e-4)
+
+
+@posed_generation
+def test_captured_steps_wait_for_nothing_between_looks(monkeypatch):
+    params, captures = SamplingParams(max_tokens=64, ignore_eos=True), Captures(posed=True)
+    expected, waits = outputs(causal_lm(), params), []
+    monkeypatch.setitem(replays.CAPTURES, "meta", lambda: captures)
+    hf = pose(causal_lm())
+    with PosedDevice() as device:
+        engine = NativeEngine(hf, eos_token_ids=[2])
+        engine.generate(requests(params)[:1])  # tries out how the model can be driven
+        step = replays.Replays.__call__
+        monkeypatch.setattr(
+            replays.Replays,
+            "__call__",
+            lambda *a: (waits.append(device.waits.total()), step(*a), waits.append(device.waits.total()))[1],
+        )
+        found = engine.generate(requests(params))
+    assert waits[0::2] == waits[1::2] and len(waits) == 2 * 64, "none in a step, captured or repeated"
+    assert waits[-1] - waits[0] <= 64 // 8, "and one in eight between them"
+    assert len(captures.graphs) == 1 + 1 + 1 and captures.graphs[-1].replays == 63
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.token_ids == other[0] and mine.log_probs == pytest.approx(other[1], abs=1e-4)
 
 
 @posed_generation

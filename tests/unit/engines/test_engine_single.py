@@ -2,13 +2,16 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from tiny_engine import CPU, gradients, loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
 
 from posed_device import DEVICE, PosedDevice
 from valor.config.engine import FSDPConfig, OptimConfig
+from valor.engines.fsdp import sharding
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.internals import checkpoint_layers
 from valor.models.rows import ROW_FIELDS
@@ -243,3 +246,51 @@ def test_progress_is_reported_in_rows(monkeypatch):
     with phase("train", 7):
         tiny_engine().forward_backward(BATCH, loss_fn(TOKENS), max_rows=3)
     assert [pair for pair in heard if pair[0] > 0][:3] == [(3, 7), (6, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_one_part_gives_the_bits_of_one_in_layers(dtype, monkeypatch, tmp_path):
+    """As one GPU has it: fewer hooks, the same numbers, and checkpoints that each reads of the other."""
+    layered = tiny_engine(dtype=dtype)
+    monkeypatch.setattr(sharding, "is_one_part", lambda *_: True)
+    one = tiny_engine(dtype=dtype)
+    assert len(one._parts) < len(layered._parts)
+    for engine in (layered, one):
+        checkpoint_layers(engine.module.hf)
+    for limit in (20, None):
+        metrics = [engine.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=limit) for engine in (layered, one)]
+        steps = [engine.optimizer_step() for engine in (layered, one)]
+        assert metrics[0] == metrics[1] and steps[0] == steps[1]
+    for path, writer, reader in (("a", layered, one), ("b", one, layered)):
+        (tmp_path / path).mkdir()
+        writer.save(tmp_path / path)
+        reader.forward_backward(BATCH, loss_fn(TOKENS))
+        reader.optimizer_step()
+        reader.load(tmp_path / path)
+        for (name, mine), other in zip(reader.state_dict().items(), writer.state_dict().values(), strict=True):
+            assert torch.equal(mine, other), name
+    monkeypatch.undo()
+    assert sharding.is_one_part(one.module, FSDPConfig(), torch.device("cuda"))
+    assert not sharding.is_one_part(one.module, FSDPConfig(offload_policy=True), torch.device("cuda"))
+    assert not sharding.is_one_part(one.module, FSDPConfig(), CPU)
+
+
+@pytest.mark.parametrize("room", [2**40, 2**10])
+def test_what_is_offloaded_is_pinned_where_there_is_room(room, monkeypatch):
+    engine, calls, waits = tiny_engine(), [], []
+    engine.forward_backward(BATCH, loss_fn(TOKENS))
+    engine.optimizer_step()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    plain = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda x, *a, **k: (calls.append(k.get("non_blocking", len(a) > 2 and a[2])), plain(x, *a, **k))[1],
+    )
+    engine._fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
+    engine._host_resident = False
+    engine.offload()
+    assert waits == ([CPU] if room > 2**20 else [])
+    engine.onload()
+    assert calls and set(calls) == {room > 2**20} and len(waits) <= 2

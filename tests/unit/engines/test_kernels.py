@@ -1,5 +1,6 @@
 """Compiled layers and Liger's: the numbers of the plain ones, or one line at the start."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from tiny_engine import CPU, loss_fn, ragged_batch, tiny_policy
 
 from valor.config.actor import ActorConfig
 from valor.config.engine import ModelConfig
+from valor.engines import kernels
 from valor.engines.fsdp.engine import build_fsdp
 from valor.errors import UserError
 from valor.models.internals import checkpoint_layers
@@ -75,3 +77,26 @@ def test_rows_that_are_padded():
 def test_liger_without_a_gpu():
     with pytest.raises(UserError, match=r"model\.use_liger=true: Liger's kernels need a GPU"):
         build(use_liger=True)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_null_uses_what_passes_the_trial_and_says_what_does_not(factor, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", lambda plain, **_: lambda *args, **options: plain(*args, **options) * factor)
+    plain = build(compile=False)
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+    assert not any("forward" in vars(part) for part in build().module.hf.modules()), "a small model is not compiled"
+    monkeypatch.setattr(kernels, "_LEAST_TRIED", 0)
+    found = build()
+    assert any("forward" in vars(part) for part in found.module.hf.modules()) == (factor == 1)
+    assert ("model.compile=false, as true gives other numbers (relative" in caplog.text) == (factor != 1)
+    assert "liger" not in caplog.text.lower(), "what is not there is not missed"
+    torch.testing.assert_close(gradients(found), gradients(plain), rtol=0, atol=0)
+
+
+def test_what_liger_leaves_behind_is_undone():
+    hf = tiny_policy().hf
+    module = sys.modules[type(hf).__module__]
+    rotate, restore = module.apply_rotary_pos_emb, kernels._snapshot(hf)
+    module.apply_rotary_pos_emb, hf.model.norm.offset, hf.model.norm.forward = print, 1.0, print
+    restore()
+    assert module.apply_rotary_pos_emb is rotate and not {"offset", "forward"} & vars(hf.model.norm).keys()

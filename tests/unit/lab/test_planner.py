@@ -1,13 +1,16 @@
 """The planner's sizes against models that are built, by hand where that is short; what fits and what would make it."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from valor import cli
 from valor.config import BackboneConfig, PPOConfig, load
 from valor.lab import arithmetic
-from valor.lab.planner import GIB, Machine, estimate, shape_of
 from valor.models.load import load_policy
+from valor.trainer import checks, memory_plan
+from valor.trainer.command import load_checked
+from valor.trainer.memory_plan import GIB, Machine, estimate, shape_of
 
 SEVEN = {
     "hidden_size": 3584,
@@ -161,3 +164,55 @@ def test_mistakes_are_one_line(capsys, seven):
         assert cli.main(["plan", *arguments]) == 2
         error = capsys.readouterr().err
         assert told in error and error.count("\n") == 1, error
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The shape of Qwen2.5-0.5B."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    heads = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+    Qwen2Config(**sizes, **heads).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "expected"),
+    [
+        (24, [], (32768, 32768, 32768)),
+        (80, [], (65536, 65536, 65536)),
+        (80, ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000"], (20000, 65536, 20000)),
+        (12, [], (16384, 32768, 16384)),
+        (None, [], (16384, 32768, 16384)),
+        (80, ["trainer.device=cpu"], (16384, 32768, 16384)),
+    ],
+)
+def test_micro_batches_are_as_large_as_the_gpu_allows(gib, overrides, expected, small, monkeypatch):
+    monkeypatch.setattr(checks, "gpu_bytes", lambda: gib and gib * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    lengths = ["data.max_prompt_length=512", "data.max_response_length=1024"]
+    found = load_checked([f"actor_rollout_ref.model.path={small}", *lengths, *overrides], PPOConfig).config
+    policy = found.actor_rollout_ref
+    limits = policy.actor.ppo_max_token_len_per_gpu, found.critic.ppo_max_token_len_per_gpu
+    assert (*limits, policy.rollout.log_prob_max_token_len_per_gpu) == expected
+    if gib and expected[1] > 32768:
+        assert estimate(found, cuda(1, gib)).fits(cuda(1, gib))
+
+
+def test_the_memory_of_a_gpu_is_asked_of_its_driver(monkeypatch):
+    class Driver:
+        def cuInit(self, flags):
+            return 0
+
+        def cuDeviceGet(self, device, ordinal):
+            return 0
+
+        def cuDeviceTotalMem_v2(self, size, device):
+            size._obj.value = 24 * 2**30
+            return 0
+
+    assert memory_plan.gpu_bytes() is None or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory_plan.ctypes, "CDLL", lambda name: Driver())
+    assert memory_plan.gpu_bytes() == 24 * GIB
+    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
+    assert memory_plan.gpu_bytes() is None

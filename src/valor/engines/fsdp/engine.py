@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from valor.models.policy import Reference
 from valor.models.rows import CompactRows, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
+
+_MOST_PINNED = 0.5  # of the host's free memory, which pinned memory takes from all processes
 
 _Result = TypeVar("_Result")
 
@@ -58,8 +61,7 @@ def build_fsdp(
         total_steps=total_steps,
         sequence_parallel=getattr(section, "ulysses_sequence_parallel_size", 1),
     )
-    if model.compile or model.use_liger:
-        use_kernels(engine, layers, model, fsdp.dtype)
+    use_kernels(engine, layers, model, fsdp.dtype)
     return engine
 
 
@@ -207,13 +209,17 @@ class FSDPEngine(TrainingEngine):
         if self._host_resident or not (self._fsdp.param_offload or moves_optimizer):
             return
         self._reshard()
+        states = self.optimizer.state.values() if moves_optimizer and self.optimizer is not None else ()
+        tensors = [(state, name, x) for state in states for name, x in state.items() if isinstance(x, Tensor)]
+        moved = [*(self.module.parameters() if self._fsdp.param_offload else ()), *(x for _, _, x in tensors)]
+        # A copy that need not be waited for goes to pinned memory, of which torch takes the next power of two.
+        pinned = 2 * sum(x.nbytes for x in moved) <= _MOST_PINNED * psutil.virtual_memory().available
         if self._fsdp.param_offload:
-            self.module.to(device)
-        if moves_optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor):
-                        state[name] = value.to(device)
+            self.module.to(device, non_blocking=pinned)
+        for state, name, x in tensors:
+            state[name] = x.to(device, non_blocking=pinned)
+        if pinned and device.type == "cpu":
+            torch.cuda.synchronize(self.device)
 
     def _attempt(self, function: Callable[[], _Result]) -> _Result | None:
         """What `function`, a pass of the module, returns; None where memory did not suffice. TrainingStopped with

@@ -18,6 +18,8 @@ from valor.errors import UserError
 from valor.models.images import vision_tower
 from valor.models.internals import hooks_off, unsplit_classes
 
+MOST_IN_ONE_PART = 2**29  # weights, for which that copy takes 4 GiB
+
 
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
@@ -46,10 +48,17 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
         return sharded
 
     exact = list(cast(Any, module).float32_modules()) if hasattr(module, "float32_modules") else []
-    layers = transformer_layers(module)
+    layers = [] if single and is_one_part(module, fsdp, device) else transformer_layers(module)
     heads = [wrap(part, torch.float32) for part in exact]
     wrapped_layers = [wrap(layer, computing) for layer in layers]
     return [wrap(module, computing, root=True), *wrapped_layers, *heads]
+
+
+def is_one_part(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> bool:
+    """Whether one GPU's model is cut into no layers, whose hooks would take the host as long as a small one's kernels
+    take the GPU. Gradients then are copied all at once, when no activations are left."""
+    weights = sum(p.numel() for p in module.parameters())
+    return device.type == "cuda" and not fsdp.offload_policy and weights <= MOST_IN_ONE_PART
 
 
 def reshards(fsdp: FSDPConfig, device: torch.device) -> bool:

@@ -150,7 +150,7 @@ class Decoder:
         if masks or getattr(config, "sliding_window", None) or config.model_type not in FAMILIES:
             raise TypeError("not a plain model of the Llama family")
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
-        self._angle_table: tuple[Tensor, Tensor] | None = None
+        self.angle_table: tuple[Tensor, Tensor] | None = None
         self._layers = [Layer(layer) for layer in base.layers]
         self._norm, self._head = Norm(base.norm), Product(hf.get_output_embeddings())
         self._heads = config.num_attention_heads
@@ -225,11 +225,11 @@ class Decoder:
         if any(kind in self._rotary.rope_type for kind in ("dynamic", "longrope")):
             return self._rotary(hidden, position_ids=position_ids)
         longest = cache.prompt_width + cache.width
-        if self._angle_table is None or len(self._angle_table[0]) < longest:
+        if self.angle_table is None or len(self.angle_table[0]) < longest:
             positions = torch.arange(2 * longest + MIN_GROWTH, device=hidden.device)[None]
             cos, sin = self._rotary(hidden, position_ids=positions)
-            self._angle_table = cos[0], sin[0]
-        cos, sin = (table.index_select(0, position_ids[:, 0])[:, None] for table in self._angle_table)
+            self.angle_table = cos[0], sin[0]
+        cos, sin = (table.index_select(0, position_ids[:, 0])[:, None] for table in self.angle_table)
         return cos, sin
 
 
@@ -264,20 +264,28 @@ def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, 
 
 def agrees(decoder: Decoder, hf: Any) -> bool:
     """Whether a prefill and a decode step give the model's own logits for two prompts; inside `generation_mode`."""
-    weight, lengths = hf.get_input_embeddings().weight, [5, 3]
-    texts = [[(7919 * number + 13) % len(weight) for number in range(6 * row, 6 * row + 6)] for row in range(2)]
-    ids = torch.tensor(texts, device=weight.device)
-    last = torch.arange(2, device=ids.device), torch.tensor(lengths, device=ids.device)
-    full, prompts = PromptCache(), PromptCache()
+    weight = hf.get_input_embeddings().weight
+    rows, last, ids = trial(decoder, len(weight), weight.device)
+    full = PromptCache()
     with serving(full):
-        positions = torch.arange(6, device=ids.device)[None]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
         expected = hf(input_ids=ids, position_ids=positions, past_key_values=full, use_cache=True).logits[last].float()
-    decoder.prefill([text[:length] for text, length in zip(texts, lengths, strict=True)], prompts)
-    rows = SlotCache(2, shared=False, blocked=decoder.compiled)
-    rows.reserve_prompts(2, max(lengths))
-    numbers = [rows.add_prompt(prompts, row, length, slice(row, row + 1)) for row, length in enumerate(lengths)]
-    rows.arrange(numbers, lengths, ids.device)
     rows.advance()
     logits = decoder(ids[last][:, None], rows.positions[:, None], rows).float()
     tolerance = 1e-5 if weight.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more
     return bool((logits - expected).norm() <= tolerance * expected.norm())
+
+
+def trial(
+    decoder: Decoder, vocab: int, device: torch.device, *, bucketed: bool = False
+) -> tuple[SlotCache, tuple[Tensor, Tensor], Tensor]:
+    """The beginnings of two rows of token ids [2, 6], decoded as far as the index `last`, which was not fed yet."""
+    lengths = [5, 3]
+    texts = [[(7919 * number + 13) % vocab for number in range(6 * row, 6 * row + 6)] for row in range(2)]
+    ids, prompts = torch.tensor(texts, device=device), PromptCache()
+    decoder.prefill([text[:length] for text, length in zip(texts, lengths, strict=True)], prompts)
+    rows = SlotCache(3 if bucketed else 2, shared=False, blocked=decoder.compiled, bucketed=bucketed)
+    rows.reserve_prompts(2, max(lengths))
+    numbers = [rows.add_prompt(prompts, row, length, slice(row, row + 1)) for row, length in enumerate(lengths)]
+    rows.arrange(numbers, lengths, device)
+    return rows, (torch.arange(2, device=device), torch.tensor(lengths, device=device)), ids

@@ -23,6 +23,7 @@ from valor.rollout.native.attention import generation_mode, has_slots, serving
 from valor.rollout.native.cohorts import decode, has_cache
 from valor.rollout.native.decoder import Decoder, agrees, packed_linears
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
+from valor.rollout.native.replays import Capture, Replays, capture_for
 from valor.rollout.native.requests import Group, Intake, Row, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
 from valor.rollout.transfer import checksum
@@ -71,6 +72,8 @@ class NativeEngine(RolloutEngine):
         self._max_model_len = num_positions(self._config) or 2**31
         self._decoder: Decoder | None = None  # while it generates
         self._direct: bool | None = None  # whether a Decoder drives the model, once that is known
+        self._capture: Capture | None = None  # of its steps, where they are captured
+        self._replays: Replays | None = None  # while it generates so
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -108,14 +111,19 @@ class NativeEngine(RolloutEngine):
                 decoder = Decoder(self._hf)
                 if self._direct is None:
                     self._direct = agrees(decoder, self._hf)
+                    vocab, device = len(self._hf.get_input_embeddings().weight), input_device(self._hf)
+                    self._capture = capture_for(decoder, vocab, device) if self._direct else None
                 self._decoder = decoder if self._direct else None
+                self._replays = Replays(decoder, self._capture) if self._capture else None
             except (AttributeError, KeyError, TypeError):
                 self._direct = False
         try:
             with nullcontext() if self._direct else packed_linears(self._hf):
                 yield
         finally:
-            self._decoder = None
+            if self._replays is not None:
+                self._capture = self._replays.capture
+            self._decoder = self._replays = None
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
         """Logits [B, V] after the last of the tokens [B, q], by the model's own forward pass."""
@@ -162,7 +170,7 @@ class NativeEngine(RolloutEngine):
             # Turns of episodes have prompts of their own; samples of one prompt come together, and nothing after them.
             compiled = self._decoder is not None and self._decoder.compiled
             shared = compiled and intake.ended and waiting.worth_sharing()
-            cache = SlotCache(slots, shared=shared, blocked=compiled)
+            cache = SlotCache(slots, shared=shared, blocked=compiled, bucketed=self._replays is not None)
             rows: list[Row] = []
             while rows or waiting:
                 if groups := waiting.admit(len(rows)):
@@ -248,7 +256,8 @@ class NativeEngine(RolloutEngine):
         Raises RuntimeError when the model's logits are not finite.
         """
         device = input_device(self._hf)
-        sampler, forward = BatchSampler([row.request.params for row in rows], device), self._decoder or self._forward
+        sampler = BatchSampler([row.request.params for row in rows], device)
+        forward = self._replays or self._decoder or self._forward
         cache.arrange([row.prompt for row in rows], [row.columns for row in rows], device)
         starts = [len(row.token_ids) for row in rows]
         steps = min(longest, *(row.max_new - start for row, start in zip(rows, starts, strict=True)))

@@ -7,6 +7,7 @@ from lengths alone, and rows can join, leave and be moved without touching the o
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from transformers import Cache
 MIN_GROWTH = 128
 # Compiled loops: keys of a block; multiple to which sizes are filled up.
 BLOCK, SIMD_WIDTH = 64, 8
+# Columns that a step of a cache in few sizes reads: a multiple of this.
+BUCKET = 128
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -110,21 +113,27 @@ class SlotCache(Cache):
     begins, and attention reads the state of that step from here.
 
     `shared`: prompts are stored once for all rows that continue them, which only compiled loops can read. Else they are
-    copied into these rows: less work per step for short prompts and single samples.
+    copied into these rows: less work per step for short prompts and single samples. `bucketed`: steps have few sizes,
+    so that each can be captured: B is filled up with rows that nobody reads, `width` to a multiple of BUCKET.
 
     State: `prompt_lengths` and `prompt_width` (longest) of the shared prompts; `prompt_of` [B] the prompt of each row
-    and `starts` [B] its length, 0 where it is part of the row; `positions` [B] of the new tokens and `write_at` [B]
-    their columns; `width` columns of the rows, the new token's included; `even`: all rows are equally long.
+    and `starts` [B] its length, 0 where it is part of the row; `width` columns of the rows, the new token's included;
+    `even`: all rows are equally long. At addresses that never change: `fed` [B] the tokens of a captured step,
+    `positions` [B] of the new tokens and `write_at` [B] their columns. `captured`: steps over the present buffers, by B
+    and width (valor.rollout.native.replays).
     """
 
-    def __init__(self, max_rows: int, shared: bool, blocked: bool = False) -> None:
+    def __init__(self, max_rows: int, shared: bool, blocked: bool = False, bucketed: bool = False) -> None:
         super().__init__(layers=[])
         self.shared = shared
         self.prompts, self.own = Columns(blocked), Columns(blocked)
         self.max_rows = max_rows
         self.prompt_lengths: list[int] = []
-        self.width = 0
+        self.width = self._longest = 0
+        self._bucketed = bucketed
+        self._state: Tensor | None = None  # [3, max_rows]: fed, positions, write_at
         self._index: dict[int, Tensor] = {}
+        self.captured: dict[tuple[int, int], Any] = {}
 
     def reserve_prompts(self, count: int, longest: int) -> None:
         """Make room for `count` more prompts of up to `longest` tokens."""
@@ -161,18 +170,27 @@ class SlotCache(Cache):
         starts = [self.prompt_lengths[prompt] for prompt in prompt_of] if self.shared else [0] * len(prompt_of)
         self.starts = torch.tensor(starts, device=device)
         self.prompt_of = torch.tensor(prompt_of, device=device)
-        self._lengths = torch.tensor(lengths, device=device)
-        self.width = max(lengths)
-        self.even = min(lengths) == max(lengths)
+        if self._state is None:
+            self._state = torch.zeros(3, self.max_rows, dtype=torch.long, device=device)
+        rows = _filled_up(len(lengths), self.max_rows) if self._bucketed else len(lengths)
+        unread = [-1] * (rows - len(lengths))
+        positions = [start + n - 1 for start, n in zip(starts, lengths, strict=True)]
+        self._state[1:, :rows].copy_(torch.tensor([positions + unread, [n - 1 for n in lengths] + unread]))
+        self.fed, self.positions, self.write_at = self._state[:, :rows]
+        self._longest = self.width = max(lengths)
+        self.even = min(lengths) == max(lengths) and not self._bucketed
         self.prompt_width = max(starts)
 
     def advance(self) -> None:
         """Begin a step: every row gets one more column."""
-        self.positions = self.starts + self._lengths
-        self.write_at = self._lengths
-        self._lengths = self._lengths + 1
-        self.width += 1
+        assert self._state is not None, "rows are arranged first"
+        self._state[1:].add_(1)
+        self._longest += 1
+        self.width = self._longest + (-self._longest % BUCKET if self._bucketed else 0)
+        columns = self.own.columns
         self.own.reserve(self.max_rows, self.width)
+        if self.own.columns != columns:
+            self.captured.clear()
         self._index.clear()
 
     def update(
@@ -190,6 +208,10 @@ class SlotCache(Cache):
         keys, values = (buffer[:rows, :, : self.width] for buffer in buffers)
         return keys, values
 
+    def forget(self) -> None:
+        """The present step will be computed again, from `positions` and `write_at` alone."""
+        self._index.clear()
+
     def _columns(self, heads: int) -> Tensor:
         """Index of each (row, head)'s new column among all columns of all rows, int64 [B * heads]."""
         if heads not in self._index:
@@ -206,3 +228,9 @@ class SlotCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
+
+
+def _filled_up(rows: int, most: int) -> int:
+    """The next power of two, or three quarters of it, at most `most`."""
+    power = 1 << (rows - 1).bit_length()
+    return min(most, 3 * power // 4 if rows <= 3 * power // 4 else power)
