@@ -65,7 +65,7 @@ def run(config: PPOConfig, critic: str | None, system: str | None) -> int:
             messages.append({"role": "user", "content": line})
             said = Conversation(context.chat, messages)
             number += 1
-            turn = Task((config.trainer.seed, 0, number), said.token_ids, sampling_params(config), {})
+            turn = Task((config.trainer.seed, 0, number), tuple(said.token_ids), sampling_params(config), {})
             play = Play(turn, runner.generate, context.limits, turn.prompt_ids)
             if play.room < 1:
                 print(
@@ -74,8 +74,8 @@ def run(config: PPOConfig, critic: str | None, system: str | None) -> int:
                 messages.pop()
                 continue
             output = await play.turn()
-            print(said.answer(output), flush=True)
             messages.append({"role": "assistant", "content": said.answer(output)})
+            print(messages[-1]["content"], flush=True)
             if critic is not None:
                 values = _values(host, turn.prompt_ids, output.token_ids)
                 print(f"[value {values[-1]:.3f} at the last token, {values[0]:.3f} before the first]", flush=True)
