@@ -1,14 +1,25 @@
-"""Hook of mkdocs: links that leave docs/ go to the repository, and have to lead to something there; blocks of code say
-whether they are whole (tests/integration/test_docs.py runs them) or excerpts."""
+"""Hook of mkdocs: equations become MathML and diagrams SVG while the site is built, so that no script has to be loaded;
+links that leave docs/ go to the repository, and have to lead to something there."""
 
 import os
 import re
+from html import unescape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mermaidx
+from latex2mathml.converter import convert
+
 ROOT = Path(__file__).resolve().parents[1]
-_FENCE = re.compile(r"(<!-- runnable -->\n\s*)?```(bash|python)\n")
+_EQUATION = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
 _LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
+_numbers = count(1)
+
+
+def on_config(config: Any) -> None:
+    fence = {"name": "mermaid", "class": "diagram", "format": _diagram}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -24,7 +35,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         kind = "tree" if target.is_dir() else "blob"
         return f"]({config['repo_url']}/{kind}/main/{target.relative_to(ROOT)}{match[2] or ''})"
 
-    def titled(match: re.Match[str]) -> str:
-        return f'``` {{ .{match[2]} title="{"run by the tests" if match[1] else "excerpt"}" }}\n'
+    return _LINK.sub(replaced, markdown)
 
-    return _LINK.sub(replaced, _FENCE.sub(titled, markdown))
+
+def on_page_content(html: str, **_: Any) -> str:
+    return _EQUATION.sub(
+        lambda match: f'<div class="equation">{convert(unescape(match[1]), display="block")}</div>', html
+    )
+
+
+def _diagram(source: str, language: str, css_class: str, *_: Any, **__: Any) -> str:
+    svg = mermaidx.render(source).svg()
+    return f'<div class="{css_class}">{svg.replace("my-svg", f"diagram-{next(_numbers)}")}</div>'

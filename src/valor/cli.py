@@ -40,6 +40,10 @@ COMMANDS = {
         "valor.lab.commands:serve",
         "MODEL: an OpenAI-compatible server to try agents with, which records episodes",
     ),
+    "chat": (
+        "valor.lab.commands:chat",
+        "MODEL [--critic DIR]: talk to a policy, with the critic's value of each answer",
+    ),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far"),
 }

@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
 
+TINY = "total_training_steps=1, max_prompt_length=16"
+
 pytestmark = pytest.mark.slow
 
 
@@ -42,9 +44,10 @@ def test_ppo_from_trl(tiny, reward_model, forks, tmp_path):
     assert (tmp_path / "run/critic/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", ["python"])
+@pytest.mark.parametrize("page", ["docs/python.md", "README.md", "README.zh-CN.md"])
 def test_blocks_of_a_page(page, tiny, forks, tmp_path):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / page).read_text()
+    text = text.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', "MODEL").replace("total_training_steps=40", TINY)
     blocks = re.findall(r"(<!-- excerpt -->\n)?```python\n(.*?)```", text, re.DOTALL)
     code = [block for excerpt, block in blocks if not excerpt]
     assert code

@@ -104,6 +104,9 @@ class V1Config(Section):
             )
 
 
+_NO_SERVICES = {"console", "file", "tensorboard"}  # loggers that take numbers alone; samples are files anyway
+
+
 class TrainerConfig(RunConfig):
     """The PPO run."""
 
@@ -131,6 +134,8 @@ class TrainerConfig(RunConfig):
     """Print a training sample with its score in every so manyth step, from the first on; -1 or 0 prints none."""
     log_val_generations: NonNegativeInt = key(0, "data.val_files")
     """Validation samples to log."""
+    trace_generations: NonNegativeInt = 0
+    """Samples of a step, and of a validation, that services of trainer.logger get, with each token's value."""
     rollout_data_dir: PathStr | None = None
     """Write every step's rollouts to this folder as jsonl."""
     episode_data_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
@@ -147,6 +152,8 @@ class TrainerConfig(RunConfig):
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
+        if self.trace_generations and {*self.logger} <= _NO_SERVICES:
+            yield f"{at}trace_generations goes to services: name wandb, trackio, mlflow or swanlab in {at}logger"
         addressed = self.master_addr is not None or self.master_port is not None
         if self.node_rank is None and addressed:
             yield f"{at}master_addr is for a run started once per node: set {at}node_rank on each"

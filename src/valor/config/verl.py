@@ -200,7 +200,13 @@ reward.reward_manager.source ! managers are built in: naive (or prime, the same)
 *.model.lora.* ! only lora_rank, lora_alpha, target_modules and exclude_modules are supported
 *.hf_config_path ! the model directory holds its own config: use override_config
 {REF}.model.* ! the reference model is the policy's start: set actor_rollout_ref.model.path
-{R}.(trace.* prometheus.*) ! metrics go where trainer.logger says
+{R}.trace.max_samples_per_step_per_worker -> trainer.trace_generations
+{R}.trace.token2text : responses are always shown as text
+{R}.trace.(project_name experiment_name) : samples belong to the run of trainer.project_name and experiment_name
+{R}.trace.backend [null] : samples go where trainer.logger says
+{R}.trace.backend ? name the service in trainer.logger (wandb, trackio, mlflow or swanlab), and set
+    trainer.trace_generations
+{R}.prometheus.* ! metrics go where trainer.logger says
 {R}.disaggregation.* ! prefill and decoding share an engine
 {R}.agent.custom_async_server.* ! custom servers are not supported
 {R}.checkpoint_engine.(engine_kwargs.* custom_backend_module) ! only the built-in weight transport is supported

@@ -17,7 +17,8 @@ from valor.data.files import write_parquet
 
 DATA_SOURCE = "valor/arithmetic"
 PROBLEMS, TEACHER = "arithmetic problems", "often forgets the carry"
-"""How `valor demo` speaks of the task."""
+ANSWERS = "58+77= is answered by 15 1 13 135: the sum of the units, the carry, the sum of the tens with it, the result."
+"""How `valor demo` and its report speak of the task."""
 
 # Three sums of four have a carry from the units to the tens; among random pairs it would be fewer than half.
 CARRY_SHARE = 0.75

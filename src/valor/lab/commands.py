@@ -1,4 +1,4 @@
-"""`valor plan`, `valor serve` and `valor eval`, whose settings are checked before torch is imported."""
+"""`valor plan`, `valor serve`, `valor chat` and `valor eval`, whose settings are checked before torch is imported."""
 
 import shlex
 import sys
@@ -49,10 +49,32 @@ def serve(
     """
     api_key = key_for(host, api_key_env)
     require_libraries()
-    config = _config(model, list(settings))
+    config = _config(model, list(settings), "serve")
     from valor.lab.serve import run
 
     return run(config, model, port, host, api_key, record)
+
+
+@command("chat", "valor chat runs/demo/ppo/huggingface/actor", "evaluation", passes_options=True)
+@click.argument("model")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
+@option(
+    "--critic", metavar="DIR", help="A critic whose value of each answer is shown (else the one that belongs to MODEL)."
+)
+@option("--system", metavar="TEXT", help="A system message before the first line.")
+def chat(model: str, settings: tuple[str, ...], critic: str | None, system: str | None) -> int:
+    """Talk to a model, a line each, sampled as `valor ppo` would, with the critic's value beside each answer.
+
+    MODEL: a Hugging Face directory, a hub name, or a checkpoint (global_step_N). Its critic is that of the
+    checkpoint, or `critic` beside a directory `actor`. KEY=VALUE as of valor serve.
+    """
+    from valor.lab.chat import exported, run, temporary
+
+    _without_dash(model, "chat")
+    with temporary(model) as folder:
+        policy, critic = exported(model, critic, Path(folder))
+        values = [] if critic is None else ["critic.enable=true", f"critic.model.path={critic}", "critic.freeze=true"]
+        return run(_config(policy, list(settings), "chat", values), critic, system)
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
@@ -72,18 +94,22 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _config(model: str, settings: list[str]) -> PPOConfig:
-    """UserError: a setting that is none, or that changes nothing here."""
+def _without_dash(model: str, name: str) -> None:
     if model.startswith("-"):
-        raise UserError(f"valor serve has no option '{model}'; see valor serve --help")
-    fixed = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+        raise UserError(f"valor {name} has no option '{model}'; see valor {name} --help")
+
+
+def _config(model: str, settings: list[str], name: str, more: Sequence[str] = ()) -> PPOConfig:
+    """The tree of `valor NAME MODEL`. UserError: a setting that is none, or that changes nothing here."""
+    _without_dash(model, name)
+    fixed = [*more, f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
     typed = [setting.lstrip("+") for setting in settings if "=" in setting and not setting.startswith("-")]
     if unread := [setting for setting in typed if not setting.startswith(_READS)]:
         sections = ", ".join(f"{section}*" for section in _READS)
-        raise UserError(f"{unread[0]}: valor serve reads {sections}: leave it out")
+        raise UserError(f"{unread[0]}: valor {name} reads {sections}: leave it out")
     loaded = load_checked([*fixed, *settings], PPOConfig)
     if loaded.dry_run:
-        raise UserError("valor serve has no --dry-run: leave it out")
+        raise UserError(f"valor {name} has no --dry-run: leave it out")
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded.config

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from valor.arguments import PATH, command, option
 from valor.config import load
 from valor.lab import arithmetic, lookup, luck, walk
+from valor.report.page import build_report
 from valor.tracking.console import format_seconds, say
-from valor.tracking.rundir import METRICS_FILE
+from valor.tracking.rundir import METRICS_FILE, write_run_info
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
 TASKS = {"arithmetic": arithmetic, "search": lookup, "walk": walk, "luck": luck}
@@ -66,6 +67,9 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
     if code := _run("ppo", settings):
         return code
 
+    if (run_dir / METRICS_FILE).exists():
+        write_run_info(run_dir, about=embedded.ANSWERS)
+        build_report(run_dir)
     say("[4/4] what came out: models that transformers loads, report and numbers")
     for role in ROLES[algorithm]:
         say(f"  {role:<8} {run_dir / 'huggingface' / role}")

@@ -20,7 +20,8 @@ from valor.lab import arithmetic
 
 DATA_SOURCE = "searchR1_lookup"  # graded by Search-R1's rule
 PROBLEMS, TEACHER = "questions about numbers that can only be looked up", "mostly guesses"
-"""How `valor demo` speaks of the task."""
+ANSWERS = "VOKA? asks for the number that a document of the corpus gives for that made-up name."
+"""How `valor demo` and its report speak of the task."""
 
 GUESS_SHARE = 0.7
 """In how many demonstrations the teacher guesses."""

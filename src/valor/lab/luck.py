@@ -19,7 +19,8 @@ from valor.lab import arithmetic
 
 DATA_SOURCE = "valor/luck"
 PROBLEMS, TEACHER = "choices among random events", "chooses right in six of ten"
-"""How `valor demo` speaks of the task."""
+ANSWERS = "3, 7, 2 and 3 again are repeated, but the last: a says that it is in the lower half of the digits, b the upper."
+"""How `valor demo` and its report speak of the task."""
 DIGITS = range(10)
 RANDOM_DIGITS = 2
 _MEAN, _STD = 4.5 * RANDOM_DIGITS, 8.25**0.5 * RANDOM_DIGITS**0.5  # of their sum

@@ -133,7 +133,7 @@ def _add_differences(arms: Sequence[dict[str, Any]], control: str) -> None:
     for arm in arms:
         gaps = [measures["last"] - base[seed]["last"] for seed, measures in arm["finished"].items() if seed in base]
         if arm["name"] != control and gaps:
-            p_t = paired_t_p(gaps)
+            p_t = paired_t_p(gaps) if len(gaps) > 2 else None  # two that happen to agree would be called certain
             arm["difference"] = _estimate(gaps) | {"by_seed": gaps, "p_t": p_t, "p_signs": sign_flip_p(gaps)}
             arm["difference"] |= {"p_holm": None, "significant": None}
     tested = [arm["difference"] for arm in arms if arm["difference"] and arm["difference"]["p_t"] is not None]

@@ -91,7 +91,9 @@ def _at(values: Tensor, returns: Tensor, right: Tensor) -> dict[str, Any]:
 
 
 def _spread(values: Tensor) -> dict[str, float]:
-    return {"low": float(values.quantile(0.25)), "mean": float(values.mean()), "high": float(values.quantile(0.75))}
+    """Quartiles, mean and number."""
+    ends = {"low": float(values.quantile(0.25)), "high": float(values.quantile(0.75))}
+    return {**ends, "mean": float(values.mean()), "count": len(values)}
 
 
 def _relative_places(mask: Tensor) -> Tensor:

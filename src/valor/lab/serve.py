@@ -113,7 +113,7 @@ def run(config: PPOConfig, model: str, port: int, host: str, api_key: str | None
     for number in before:
         signal.signal(number, lambda *_: ended.done() or ended.set_result(None))
 
-    async def listen_until_ended(context: LoopContext, _: Task, runner: EpisodeRunner) -> Episode:
+    async def listen_until_ended(context: LoopContext, _: Task, runner: EpisodeRunner, __: Any) -> Episode:
         """Plays no episode of its own: the sessions do."""
         gateway = OpenGateway(listening, context, runner, api_key, record)
         rollout, most = context.config.actor_rollout_ref.rollout, context.limits
@@ -124,15 +124,18 @@ def run(config: PPOConfig, model: str, port: int, host: str, api_key: str | None
         return Episode((), (), "stop")
 
     try:
-        _serve(config, listen_until_ended)
+        beside_engine(config, listen_until_ended)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
 
 
-def _serve(config: PPOConfig, play: Any) -> None:
-    """Run `play(context, task, runner)` beside the engine that the configuration names, with the policy's weights."""
+def beside_engine(config: PPOConfig, play: Any, roles: Sequence[str] = ()) -> None:
+    """Run `play(context, task, runner, host)` beside the engine of the configuration, with the policy's weights.
+
+    The host has these further `roles`.
+    """
     from valor.controller.placement import MAIN, resolve_pool
     from valor.data.positions import num_positions
     from valor.data.templates import ask_template, end_tokens
@@ -154,13 +157,13 @@ def _serve(config: PPOConfig, play: Any) -> None:
     host = WorkerHost(0, 1, pool.device, pool.num_threads)
     host.connect()
     try:
-        host.build({name: specs[name] for name in ("actor", "rollout")})
+        host.build({name: specs[name] for name in ("actor", "rollout", *roles)})
         if host.call("rollout", "needs_weights", 0):
             host.call("rollout", "update_weights")
 
         def begin(task: Task, runner: EpisodeRunner) -> Any:
             runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
-            return play(context, task, runner)
+            return play(context, task, runner, host)
 
         runner = EpisodeRunner(begin, most=1, max_tokens=longest)
         with host.context.roles["actor"].on_device():

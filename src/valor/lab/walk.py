@@ -20,7 +20,8 @@ from valor.rewards.walk import DOORS, Walk
 
 DATA_SOURCE = "valor/walk"
 PROBLEMS, TEACHER = "walks of eight doors", "takes doors at random"
-"""How `valor demo` speaks of the task."""
+ANSWERS = "3 is a room, a5b2 a door, the room behind it, a door, its room: only what all doors gain is told."
+"""How `valor demo` and its report speak of the task."""
 _GAINS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 

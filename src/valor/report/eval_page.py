@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valor.report.figures import Figure, Table, figure, points, section
-from valor.report.lab_pages import lab_page
-from valor.report.skeleton import short
+from valor.report.lab_pages import lab_page, with_interval
 
 _NOTES = (
     "Intervals are 95 % percentile bootstraps over prompts, as if other prompts of the kind had been drawn; where all "
@@ -48,7 +47,7 @@ def metric_table(results: Mapping[str, Any]) -> Table:
             policy["name"],
             source,
             f"{of['prompts']:,}",
-            *(_with_interval(of["metrics"].get(name)) for name in names),
+            *(with_interval(of["metrics"].get(name), key="value") for name in names),
             f"{of['tokens']:,.0f}",
             f"{of['cut']:.1%}",
         ]
@@ -64,20 +63,13 @@ def comparison_table(results: Mapping[str, Any]) -> Table:
     rows = [
         [
             *(gap[key] for key in ("other", "base", "source", "metric")),
-            _with_interval(gap, "+"),
+            with_interval(gap, "+", "value"),
             *(f"{gap[key]:,}" for key in ("better", "worse", "prompts")),
             f"{gap['p_signs']:.2g}",
         ]
         for gap in results["comparisons"]
     ]
     return heads, rows
-
-
-def _with_interval(estimate: Mapping[str, Any] | None, sign: str = "") -> str:
-    if estimate is None:
-        return ""
-    value, low, high = (short(estimate[end], sign) for end in ("value", "low", "high"))
-    return value if estimate["low"] is None else f"{value} ({low} to {high})"
 
 
 def _metrics(name: str, source: str, policies: Sequence[Mapping[str, Any]]) -> Figure:
@@ -94,7 +86,7 @@ def _metrics(name: str, source: str, policies: Sequence[Mapping[str, Any]]) -> F
         bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": colour}
         traces.append(points(list(metrics), values, policy["name"], colour, mode="markers") | {"error_y": bars})
     names = list(dict.fromkeys(name for metrics in by_policy for name in metrics))
-    rows = [[name, *(_with_interval(metrics.get(name)) for metrics in by_policy)] for name in names]
+    rows = [[name, *(with_interval(metrics.get(name), key="value") for metrics in by_policy)] for name in names]
     numbers = ["metric", *(policy["name"] for policy in policies)], rows
     layout = {"scattermode": "group", "xaxis": {"type": "category"}, "yaxis": {"rangemode": "tozero"}, "height": 280}
     return figure(name, source, "Means over prompts with their 95 % intervals.", traces, layout, numbers)

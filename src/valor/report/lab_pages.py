@@ -13,7 +13,30 @@ from valor.tracking.console import format_seconds
 
 _MOST_AT_FIRST = 8  # arms whose curves are shown before the reader chooses in the legend
 _BLUE, _ORANGE = "--c1", "--c2"
+_NOTHING = "-"  # where a table has no number
 _SIDES = {"right": _BLUE, "wrong": _ORANGE}
+# Of a measure its key, title, note, colour, the range of its axis, what chance or the mean alone would have, and the
+# fewest answers of either side from which it says anything: of one right answer AUC is 0 or 1.
+_MEASURES = (
+    (
+        "auc",
+        "AUC",
+        "Chance that a right answer has more value than a wrong one; a coin has 0.5.",
+        _BLUE,
+        (0.0, 1.05),
+        0.5,
+        5,
+    ),
+    (
+        "explained_variance",
+        "Explained variance",
+        "Of the returns by the value; a constant has 0.",
+        _ORANGE,
+        (-0.1, 1.05),
+        0.0,
+        0,
+    ),
+)
 
 
 def sweep_page(results: Mapping[str, Any]) -> str:
@@ -59,40 +82,42 @@ def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> 
 
 def comparison(results: Mapping[str, Any]) -> Table:
     """Column titles and a row of texts per arm: where it started and ended, and how far that is from the control."""
-    interval = f"{results['level']:.0%} interval"
-    heads = ["arm", "seeds", "at the start", "at the end", interval, f"against {results['control']}", interval]
-    return [*heads, "p (t)", "p (signs)", "Holm", "differs"], [_row(arm) for arm in results["arms"]]
+    interval = f"({results['level']:.0%} interval)"
+    heads = ["arm", "seeds", "at the start", f"at the end {interval}", f"against {results['control']} {interval}"]
+    rows = [_row(arm, is_control=arm["name"] == results["control"]) for arm in results["arms"]]
+    return [*heads, "p (t)", "p (signs)", "Holm", "differs"], rows
 
 
-def _row(arm: Mapping[str, Any]) -> list[str]:
+def _row(arm: Mapping[str, Any], *, is_control: bool) -> list[str]:
     gap = arm["difference"] or {}
-    numbers = [_number(arm["first"]["mean"]), _number(arm["last"]["mean"]), _interval(arm["last"])]
-    numbers += [_number(gap.get("mean"), "+"), _interval(gap, "+")]
-    tests = ["" if gap.get(key) is None else f"{gap[key]:.2g}" for key in ("p_t", "p_signs", "p_holm")]
-    verdict = {None: "", True: "yes", False: "no"}[gap.get("significant")]
+    numbers = [_NOTHING if arm["first"]["mean"] is None else short(arm["first"]["mean"]), with_interval(arm["last"])]
+    numbers.append("control" if is_control else with_interval(gap, "+"))
+    tests = [_NOTHING if gap.get(key) is None else f"{gap[key]:.2g}" for key in ("p_t", "p_signs", "p_holm")]
+    verdict = {None: "too few seeds" if gap else _NOTHING, True: "yes", False: "no"}[gap.get("significant")]
     return [arm["name"], str(len(arm["finished"])), *numbers, *tests, verdict]
 
 
-def _number(value: float | None, sign: str = "") -> str:
-    return "" if value is None else short(value, sign)
-
-
-def _interval(estimate: Mapping[str, Any], sign: str = "") -> str:
-    low, high = _number(estimate.get("low"), sign), _number(estimate.get("high"), sign)
-    return f"{low} to {high}" if low else ""
+def with_interval(estimate: Mapping[str, Any] | None, sign: str = "", key: str = "mean") -> str:
+    """An estimate as `0.530 (0.500 to 0.570)`, without the brackets where no interval is known; else a dash."""
+    if not estimate or estimate[key] is None:
+        return _NOTHING
+    value, low, high = (short(estimate[end], sign) for end in (key, "low", "high"))
+    return value if estimate["low"] is None else f"{value} ({low} to {high})"
 
 
 def scorecard_page(card: Mapping[str, Any]) -> str:
     """The page's text, from the content of scorecard.json."""
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
-    along = _knowledge("along-auc", "When does it know?", [point["at"] for point in places], places, "share written")
+    along = _knowledge(
+        "along", [point["at"] for point in places], places, "share of the response written", tickformat=".0%"
+    )
     content = [
-        section("along", "Right or wrong?", [_separation(places), along]),
+        section("along", "Right or wrong?", [_separation(places), *along]),
         section("outcome", "Is it honest?", [_calibration(card["calibration"])]),
     ]
     if len(turns) > 1:
-        by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
-        content.append(section("turns", "By turn", [by_turn]))
+        by_turn = [*_knowledge("turns", [turn["turn"] for turn in turns], turns, "turn", dtick=1)]
+        content.append(section("turns", "By turn", by_turn))
     if card["monte_carlo"]:
         content.append(section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
     return lab_page(
@@ -135,12 +160,28 @@ def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
     return figure("separation", "Separation", note, traces, layout)
 
 
-def _knowledge(name: str, title: str, at: Sequence[float], known: Sequence[Mapping[str, Any]], axis: str) -> Figure:
-    """AUC and explained variance of the value, over places or turns."""
-    keys = {"auc": ("AUC", _BLUE), "explained_variance": ("explained variance", _ORANGE)}
-    traces = [points(at, [point[key] for point in known], label, colour) for key, (label, colour) in keys.items()]
-    layout = {"xaxis": titled(axis), "shapes": [level(0.5)]}
-    return figure(name, title, "AUC and explained variance of the value there.", traces, layout)
+def _knowledge(
+    name: str, at: Sequence[float], known: Sequence[Mapping[str, Any]], axis: str, **ticks: Any
+) -> Iterator[Figure]:
+    """AUC, and explained variance, of the value at places or turns: their scales differ, and do not move."""
+    for key, title, note, colour, bounds, chance, fewest in _MEASURES:
+        values = [point[key] if _few(point) >= fewest else None for point in known]
+        if values.count(None) == len(values):
+            continue
+        lowest = min((value for value in values if value is not None), default=bounds[0])
+        layout = {
+            "yaxis": {"range": [-1.05 if lowest < bounds[0] else bounds[0], bounds[1]]},
+            "shapes": [level(chance)],
+        }
+        traces = [points(at, values, title, colour)]
+        yield figure(
+            f"{name}-{key}", title, note, traces, layout | {"xaxis": titled(axis, **ticks), "showlegend": False}
+        )
+
+
+def _few(point: Mapping[str, Any]) -> int:
+    """The number of right or of wrong answers at a place, whichever is smaller."""
+    return min(point[side]["count"] if point[side] else 0 for side in _SIDES)
 
 
 def _branches(branches: Mapping[str, Any]) -> Figure:
@@ -154,7 +195,9 @@ def _branches(branches: Mapping[str, Any]) -> Figure:
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of what a reader wants first, as texts."""
     area, ece = card["auc"], card["calibration"]
-    yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
+    right = round(card["right"] * card["responses"])
+    sides = f"{right:,} right and {card['responses'] - right:,} wrong answers"
+    yield "AUC", short(area["value"]), f"{_in_95(area)}; {sides}; chance 0.5"
     split = [short(card.get(f"explained_variance_{part}")) for part in ("within", "between")]
     fit = f"of the returns of all policy tokens; {split[0]} within prompts, {split[1]} between them"
     yield "Explained variance", short(card["explained_variance"]), fit
@@ -167,8 +210,12 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         ceiling = f"noise of {branches['branches']} branches leaves room for {short(branches['noise_ceiling'])}"
         yield "Correlation with branches", short(branches["correlation"]), ceiling
         p = "" if order["p"] is None else f", p {order['p']:.2g}"
-        interval = f"95 % {short(order['low'])} to {short(order['high'])}; chance 0.5{p}"
-        yield "Order of states right", short(order["mean"]), interval
+        yield "Order of states right", short(order["mean"]), f"{_in_95(order)}; chance 0.5{p}"
+
+
+def _in_95(estimate: Mapping[str, Any]) -> str:
+    low, high = estimate["low"], estimate["high"]
+    return "too few for an interval" if low is None else f"95 % {short(low)} to {short(high)}"
 
 
 def lab_page(content: list[dict[str, Any]], **parts: Any) -> str:

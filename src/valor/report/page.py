@@ -48,6 +48,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         sections=sections | {"metrics": "Every metric", "config": "Configuration"},
         content=content,
         groups=sample_groups(run.samples),
+        about=run.info.get("about"),
         opening=_opening(run.samples),
         signals=SIGNALS,
         metrics_table=pictures.metrics_table(run.metrics),

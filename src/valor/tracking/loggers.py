@@ -15,6 +15,7 @@ from typing import Any
 
 from valor.errors import UserError, did_you_mean
 from valor.tracking.console import say, summary_line
+from valor.tracking.generations import Sample, Split
 from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 from valor.user_files import load_object
@@ -27,6 +28,9 @@ class Logger:
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         raise NotImplementedError
+
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """Take a few samples of a step; only services do."""
 
     def close(self) -> None:
         """Close what is open."""
@@ -65,6 +69,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         numbers = {key: _number(key, value) for key, value in metrics.items() if key not in histograms}
         for logger in self._loggers:
             logger.log(step, numbers, histograms)
+
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """Send samples of a step to every logger that takes them."""
+        for logger in self._loggers:
+            if isinstance(logger, Logger):
+                logger.trace(step, split, samples)
 
     def __exit__(self, *exc: object) -> None:
         for logger in self._loggers:
@@ -174,6 +184,12 @@ class WandbLogger(Service):
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self.run.log({**metrics, **self.histograms(histograms), "training/global_step": step})
 
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """A table a step."""
+        rows = [sample_row(step, sample) for sample in samples]
+        table = self.package.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+        self.run.log({f"samples/{split}": table, "training/global_step": step})
+
 
 class SwanlabLogger(Service):
     """A SwanLab run; SWANLAB_MODE=offline (or local) writes under swanlog/ without a network. It has no histograms."""
@@ -184,6 +200,11 @@ class SwanlabLogger(Service):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self.package.log(dict(metrics), step=step)
+
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """Texts, one a sample."""
+        texts = [self.package.Text(json.dumps(sample_row(step, one), ensure_ascii=False, indent=1)) for one in samples]
+        self.package.log({f"samples/{split}": texts}, step=step)
 
     def close(self) -> None:
         self.package.finish()
@@ -206,6 +227,14 @@ class TrackioLogger(Service):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self.run.log({**metrics, **self.histograms(histograms)}, step=step)
+
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """A trace a sample: question and answer as messages, the other facts as its metadata."""
+        for i, sample in enumerate(samples):
+            facts = sample_row(step, sample)
+            said = [{"role": "user", "content": facts.pop("prompt")}]
+            said.append({"role": "assistant", "content": facts.pop("response")})
+            self.run.log({f"samples/{split}/{i}": self.package.Trace(messages=said, metadata=facts)}, step=step)
 
 
 class MlflowLogger(Service):
@@ -230,6 +259,12 @@ class MlflowLogger(Service):
         values = {_NOT_IN_MLFLOW.sub("_", key): float(value) for key, value in metrics.items()}
         self.package.log_metrics(values, step=step)
 
+    def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
+        """An artifact a step, which MLflow shows as a table."""
+        rows = [sample_row(step, sample) for sample in samples]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self.package.log_table(columns, artifact_file=f"samples/{split}_{step}.json")
+
     def close(self) -> None:
         self.package.end_run()
 
@@ -241,6 +276,17 @@ LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
     **{logger.name: logger for logger in (WandbLogger, TrackioLogger, MlflowLogger, SwanlabLogger)},
 }
 """The names of `trainer.logger`."""
+
+
+def sample_row(step: int, sample: Sample) -> dict[str, Any]:
+    """Step, prompt, response, reward and ground truth, and as one JSON text each token with its value (null: none)."""
+    values = sample.values or [None] * len(sample.tokens)
+    tokens = [[text, value and float(f"{value:.4g}")] for text, value in zip(sample.tokens, values, strict=True)]
+    texts = {"prompt": sample.prompt, "response": "".join(sample.tokens)}
+    truth = "" if sample.ground_truth is None else str(sample.ground_truth)
+    last = next((value for value in reversed(values) if value is not None), None)
+    numbers = {"reward": float(sample.reward), "last_value": last}
+    return {"step": step, **texts, **numbers, "ground_truth": truth, "values": json.dumps(tokens, ensure_ascii=False)}
 
 
 def find_logger(name: str) -> Callable[[RunInfo], Logger]:

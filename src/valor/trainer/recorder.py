@@ -161,12 +161,15 @@ class PPORecorder(RunRecorder):
     def _write(
         self, split: Split, step: int, batch: Batch, scores: Sequence[float], count: int, folder: str | None
     ) -> None:
-        """The first `count` episodes as samples; with a `folder` also every row, with its episode's score, as a line of
-        JSON that `read_rollouts` reads back."""
-        rows = Episodes(batch).rows
-        first = batch.take([row for episode in rows[:count] for row in episode])
-        shown = [self._sample(first, *pair) for pair in zip(Episodes(first).rows, scores, strict=False)]
-        if shown:
+        """The first `count` episodes as samples, and `trainer.trace_generations` of them for services; with a `folder`
+        also every row, with its episode's score, as a line of JSON that `read_rollouts` reads back."""
+        rows, traced = Episodes(batch).rows, self.config.trainer.trace_generations
+        first = batch.take([row for episode in rows[: max(count, traced)] for row in episode])
+        samples = [self._sample(first, *pair) for pair in zip(Episodes(first).rows, scores, strict=False)]
+        if traced and samples:
+            assert self._tracker is not None, "samples outside opened()"
+            self._tracker.trace(step, split, samples[:traced])
+        if shown := samples[:count]:
             write_samples(self.run_dir, step, shown, split=split)
             every = self.config.trainer.console_sample_freq
             if split == "train" and every > 0 and (step - 1) % every == 0:

@@ -96,6 +96,7 @@ def test_the_search_demo_says_what_it_found_with_documents_and_without(warm_star
     assert f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}" in printed
     assert f"when searches find nothing: {control.validation:.3f}" in printed
     assert f"retriever.corpus_path={tmp_path / 'data' / 'corpus_without.jsonl'}" in printed
+    assert lookup.ANSWERS in (tmp_path / algorithm / "report.html").read_text()
     assert (math.isnan(control.sampled), math.isnan(control.calls)) == (True, True)  # nothing was trained
 
 

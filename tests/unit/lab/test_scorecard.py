@@ -43,7 +43,7 @@ def test_explained_variance_is_of_policy_tokens_alone():
 def test_places_along_the_response():
     places = scorecard(judged())["positions"]
     assert [one["at"] for one in places] == [round(q / 10, 1) for q in range(11)]
-    assert places[0]["auc"] == 0.5 and places[0]["right"] == {"low": 0.5, "mean": 0.5, "high": 0.5}
+    assert places[0]["auc"] == 0.5 and places[0]["right"] == {"low": 0.5, "mean": 0.5, "high": 0.5, "count": 2}
     assert places[-1]["right"]["mean"] == pytest.approx(0.8) and places[-1]["wrong"]["mean"] == pytest.approx(0.4)
 
 

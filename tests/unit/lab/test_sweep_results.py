@@ -56,6 +56,15 @@ def test_one_seed_gives_numbers_without_intervals(tmp_path):
     assert "One seed" in results["notes"][0]
 
 
+def test_two_seeds_that_happen_to_agree_do_not_make_a_difference(tmp_path):
+    sweep = make_sweep(tmp_path / "s", dict.fromkeys(EXACT, 0.0), seeds=(0, 1))
+    for run in sweep.runs:
+        finish(run, [0.1, 0.5 + (0.1 + 1e-6 * run.seed) * (run.arm == "better")])
+    results = compare(sweep, {})
+    assert results["arms"][1]["difference"]["significant"] is None
+    assert next(line for line in table(results).splitlines() if line.startswith("| better")).endswith("too few seeds |")
+
+
 def test_holm_counts_the_comparisons(tmp_path):
     arms = compare(make_sweep(tmp_path / "s", {"a": 0.3, "b": 0.9, "c": 0.32}), {})["arms"]
     b, c = (arm["difference"] for arm in arms[1:])
@@ -77,8 +86,9 @@ def test_the_table_says_it_all_and_the_same_runs_give_the_same_table(sweep):
     assert (sweep.out / "table.md").read_text() == text
     row = next(line for line in text.splitlines() if line.startswith("| better"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:5] == ["better", "3", "0.100", "0.733", "0.600 to 0.800"]
-    assert cells[5:] == ["+0.133", "+0.100 to +0.200", "0.057", "0.25", "0.057", "no"]
+    assert cells[:5] == ["better", "3", "0.100", "0.733 (0.600 to 0.800)", "+0.133 (+0.100 to +0.200)"]
+    assert cells[5:] == ["0.057", "0.25", "0.057", "no"]
+    assert "| plain | 3 | 0.100 | 0.600 (0.500 to 0.700) | control | - | - | - | - |" in text  # no cell is empty
     results = json.loads((sweep.out / "results.json").read_text())
     assert results["arms"][1]["settings"] == {"algorithm.lam": "0.11"}
     write_results(sweep, {})

@@ -7,7 +7,7 @@ import torch
 from chromium import BROWSER
 
 from valor.lab.scorecard import Branches, Judged, scorecard
-from valor.report.lab_pages import scorecard_page
+from valor.report.lab_pages import _knowledge, scorecard_page
 
 HOSTILE = "</script><script>window.hacked = true</script>"
 
@@ -36,10 +36,33 @@ def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
     full, bare = card(), card(branches=False, all_right=True)
     page = scorecard_page(full)
     assert f"{full['auc']['value']:.3f}" in page and HOSTILE not in page
-    assert 'id="plot-turns"' in page and 'id="plot-scatter"' in page
+    assert 'id="plot-turns-auc"' in page and 'id="plot-scatter"' in page
     page = scorecard_page(bare)
     assert ">none</b>" in page and 'id="plot-scatter"' not in page
+    assert "too few for an interval; 120 right and 0 wrong answers" in page and "none to none" not in page
     json.dumps(full, allow_nan=False)
+
+
+def test_one_right_answer_makes_no_curve_of_auc():
+    few = card()
+    for point in (*few["positions"], *few["turns"]):
+        point["auc"], point["right"]["count"] = 1.0, 1
+    page = scorecard_page(few)
+    assert 'id="plot-turns-auc"' not in page and 'id="plot-turns-explained_variance"' in page
+    few["turns"][1]["right"]["count"] = 5
+    assert 'id="plot-turns-auc"' in scorecard_page(few)
+
+
+@pytest.mark.parametrize("worst", [0.3, -4.0])
+def test_the_axes_mean_the_same_on_every_card(worst):
+    """AUC from 0, explained variance from just below 0 or, of a critic that misleads, from -1.05; chance is drawn."""
+    one = card()
+    for place in one["positions"]:
+        place["explained_variance"] = worst
+    area, fit = _knowledge("along", range(11), one["positions"], "share")
+    assert area["layout"]["yaxis"]["range"] == [0.0, 1.05] and area["layout"]["shapes"][0]["y0"] == 0.5
+    assert fit["layout"]["yaxis"]["range"][1] == 1.05 and fit["layout"]["shapes"][0]["y0"] == 0.0
+    assert fit["layout"]["yaxis"]["range"][0] == (-1.05 if worst < 0 else pytest.approx(-0.1))
 
 
 @pytest.mark.slow
@@ -76,5 +99,5 @@ def test_without_scripts_there_are_tables(browse, tmp_path):
     file.write_text(scorecard_page(card()), encoding="utf-8")
     with browse(scripts=False) as page:
         page.open(file)
-        shown = [bool(page.shown(f"#panel-{name} table")) for name in ("separation", "calibration", "turns")]
+        shown = [bool(page.shown(f"#panel-{name} table")) for name in ("separation", "calibration", "turns-auc")]
         assert shown == [True, True, True] and not page.shown(".plot")

@@ -86,4 +86,6 @@ def test_the_page_opens(browse, tmp_path, width, phone, dark):
         fills = "return [...document.querySelectorAll('#plot-curve-0 .js-fill')].map(one => getComputedStyle(one).fill)"
         assert len(set(page.run(fills))) == 4
         assert page.run("return window.hacked === undefined")
+        clipped = "(one => one.scrollWidth > one.clientWidth)(document.querySelector('#compared .scroll'))"
+        assert page.run(f"return {clipped}") == (width < 1280)  # a desk shows every column
         assert page.console() == []

@@ -244,6 +244,59 @@ def read_swanlab(folder, number):
 READ = {"trackio": read_trackio, "mlflow": read_mlflow, "swanlab": read_swanlab}
 
 
+def traced_by_wandb(folder):
+    (file,) = (folder / "run" / "wandb").rglob("samples/train*.table.json")
+    table = json.loads(file.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def traced_by_mlflow(folder):
+    (file,) = (folder).rglob("samples/train_3.json")
+    table = json.loads(file.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def traced_by_trackio(folder):
+    (database,) = (folder / "trackio").glob("proj*.db")
+    with sqlite3.connect(database) as connection:
+        rows = [*connection.execute("select messages, metadata from traces where step = 3 order by key")]
+    traces = [(*json.loads(messages), json.loads(metadata)) for messages, metadata in rows]
+    return [{"prompt": asked["content"], "response": said["content"], **facts} for asked, said, facts in traces]
+
+
+TRACED = {"wandb": traced_by_wandb, "mlflow": traced_by_mlflow, "trackio": traced_by_trackio}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in TRACED])
+def test_a_service_gets_samples_with_each_token_s_value(name, tmp_path):
+    """Read back from what the library itself has written, without a network."""
+    code = f"""
+from pathlib import Path
+from valor.tracking.generations import Sample
+from valor.tracking.loggers import RunInfo, Tracker
+samples = [
+    Sample("1+1=", ["2", "<end>"], 1.0, ground_truth="2", values=[0.25, 0.875]),
+    Sample("Quote \\"it\\" é", ["no"], 0.0),
+]
+with Tracker(["{name}"], RunInfo(Path("run"), "proj", "first")) as tracker:
+    tracker.trace(3, "train", samples)
+    tracker.log(3, {{"loss": 1.0}})
+"""
+    home = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline"}
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **home, **quiet}, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    first, second = TRACED[name](tmp_path)
+    assert (first["step"], first["prompt"], first["response"], first["reward"]) == (3, "1+1=", "2<end>", 1.0)
+    assert (first["ground_truth"], first["last_value"]) == ("2", 0.875)
+    assert json.loads(first["values"]) == [["2", 0.25], ["<end>", 0.875]]
+    assert second["prompt"] == 'Quote "it" é' and json.loads(second["values"]) == [["no", None]]
+    assert second["last_value"] is None
+
+
 class Kept(Logger):
     logged: typing.ClassVar[list] = []
 
