@@ -130,6 +130,8 @@ class Collector:
             ends = last_rows(batch)
             with phase("reward", len(ends), unit="sample"):
                 results = self.grading.validation(ends)
+            if any(result.error is not None for result in results):
+                self._say(f"validation: {summarize(ends.objects['data_source'], results)[1]}")
             _add_reward_info(batch, results)
             self.roles["rollout"].sleep()
             return batch, results
