@@ -136,6 +136,7 @@ def test_a_greedy_baseline_and_adapters_see_the_images(on_images: Any, tmp_path:
         (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=sync alone has images"),
         (["data.video_key=videos"], "no video and no audio"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "divides rows of text"),
+        (["critic.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"], "divides rows of text"),
     ],
 )
 def test_what_images_do_not_go_with_is_told(
