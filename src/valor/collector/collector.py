@@ -97,8 +97,9 @@ class Collector:
                 "training/filter_groups/surplus_prompts": prompts - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
-        scores, correct = [r.score for r in results], [r.correct for r in results]
-        metrics |= self.inputs.sampler.update(outcomes(uids, self.inputs.train, scores, correct))
+        # A sample without a grade says nothing about how difficult its prompt is.
+        judged = [(uid, result) for uid, result in zip(uids, results, strict=True) if result.error is None]
+        metrics |= self.inputs.sampler.update(outcomes(self.inputs.train, judged))
         batch = parts[0]
         if len(parts) > 1 or prompts > wanted:
             batch = Batch.concat(parts)
