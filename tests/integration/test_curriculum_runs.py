@@ -69,3 +69,14 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(overrides, tmp_path: Path, 
             assert drawn == (row["training/filter_groups/prompts"] if kind == "filtered" else 8)
     last = whole[-1]
     assert last["sampler/new/rows"] < 4 and any(key.endswith("/zero_variance") for key in last)
+
+
+def test_answers_without_a_grade_say_nothing_about_their_prompt(overrides, tmp_path: Path) -> None:
+    grader = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
+    (tmp_path / "reward.py").write_text(grader + "return [1.0][int(ground_truth) % 2]\n")  # odd ones: an IndexError
+    more = ["trainer.total_training_steps=1", "reward.max_error_ratio=1", "data.val_files=null"]
+    reward = f"reward.custom_reward_function.path={tmp_path / 'reward.py'}"
+    assert main(overrides(tmp_path / "run", *DIFFICULTY, *more, reward)) == 0
+    row = read_metrics(tmp_path / "run")[-1]
+    failed = row["reward/errors"] / 2  # prompts: two samples each
+    assert failed > 0 and row["sampler/new/rows"] == 12 - (8 - failed)

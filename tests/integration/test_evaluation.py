@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from runs import read_metrics
+from transformers import AutoModelForCausalLM
 
 from valor.cli import main as valor
 from valor.lab import arithmetic
@@ -91,6 +94,46 @@ def test_a_checkpoint_has_the_numbers_of_its_own_runs_validation(overrides, sett
     namesake = tmp_path / "other" / "global_step_1"
     assert valor(["eval", str(namesake), *settings, f"eval.out={tmp_path / 'out'}"]) == 2
     assert "holds answers under other settings (actor_rollout_ref.model.path" in capsys.readouterr().err
+
+
+def test_models_of_one_name_have_folders_of_their_own(tiny, settings, tmp_path):
+    models = [arithmetic.make_model(tmp_path / name / "model", seed=seed) for seed, name in enumerate("abc")]
+    assert valor(["eval", *map(str, models), *settings, "data.val_max_samples=2", f"eval.out={tmp_path / 'out'}"]) == 0
+    named = {policy["name"]: policy["path"] for policy in numbers(tmp_path / "out")["policies"]}
+    assert named == dict(zip(("model", "model-2", "model-3"), map(str, models), strict=True))
+
+
+def test_an_adapter_is_that_of_the_first_model_alone(tiny, settings, tmp_path):
+    adapter = tmp_path / "adapter"
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny["model"]), LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"])
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(1.0)
+    model.save_pretrained(adapter)
+    lora = [f"actor_rollout_ref.model.{key}" for key in ("lora_rank=2", f"lora_adapter_path={adapter}")]
+    line = ["eval", str(tiny["model"]), str(tiny["model"]), *settings, "data.val_max_samples=4"]
+    assert valor([*line, *lora, f"eval.out={tmp_path / 'out'}"]) == 0
+    assert valor([*line, f"eval.out={tmp_path / 'plain'}"]) == 0
+    texts = [
+        (tmp_path / of).joinpath("answers_0000000.jsonl").read_text()
+        for of in ("out/model", "out/model-2", "plain/model")
+    ]
+    assert texts[0] != texts[1] == texts[2]
+
+
+def test_answers_that_cannot_be_graded_are_told_and_too_many_end_the_command(tiny, settings, tmp_path, capsys):
+    broken = f"reward.custom_reward_function.path={Path(__file__).with_name('sometimes_broken_reward.py')}"
+    line = ["eval", str(tiny["model"]), *settings, broken, f"eval.out={tmp_path / 'out'}"]
+    assert valor([*line, "reward.max_error_ratio=0.9"]) == 0
+    said = capsys.readouterr().out
+    (of,) = numbers(tmp_path / "out")["policies"][0]["sources"].values()
+    assert 0 < of["errors"] < 64 and f"{of['errors']} errors" in said and "the grader is broken" in said
+    always = "+reward.custom_reward_function.reward_kwargs.always=true"
+    assert valor([*line[:-1], always, f"eval.out={tmp_path / 'all'}"]) == 1
+    assert "64 of 64 samples could not be graded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

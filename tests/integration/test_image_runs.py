@@ -193,6 +193,7 @@ def test_the_report_shows_images_beside_the_answers(on_images: Any, tmp_path: Pa
         (["do_search=true"], "agents, tools and environments play text episodes"),
         (["data.video_key=videos"], "no video and no audio"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "divides rows of text"),
+        (["critic.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"], "divides rows of text"),
     ],
 )
 def test_what_images_do_not_go_with_is_told(

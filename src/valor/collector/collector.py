@@ -97,8 +97,9 @@ class Collector:
                 "training/filter_groups/surplus_prompts": prompts - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
-        scores, correct = [r.score for r in results], [r.correct for r in results]
-        metrics |= self.inputs.sampler.update(outcomes(uids, self.inputs.train, scores, correct))
+        # A sample without a grade says nothing about how difficult its prompt is.
+        judged = [(uid, result) for uid, result in zip(uids, results, strict=True) if result.error is None]
+        metrics |= self.inputs.sampler.update(outcomes(self.inputs.train, judged))
         batch = parts[0]
         if len(parts) > 1 or prompts > wanted:
             batch = Batch.concat(parts)
@@ -130,6 +131,8 @@ class Collector:
             ends = last_rows(batch)
             with phase("reward", len(ends), unit="sample"):
                 results = self.grading.validation(ends)
+            if any(result.error is not None for result in results):
+                self._say(f"validation: {summarize(ends.objects['data_source'], results)[1]}")
             _add_reward_info(batch, results)
             self.roles["rollout"].sleep()
             return batch, results

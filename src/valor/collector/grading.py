@@ -118,7 +118,7 @@ class Grading:
 
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
-        too; the rewards of tools do not."""
+        too; the rewards of tools do not. StepRefused: as in training."""
         outcomes = enumerate(batch.objects.get("outcome", ()))
         judged = {i for i, outcome in outcomes if outcome is not None}
         known, scores = judged | self._unplayed(batch).keys(), self.config.reward_model.scores
@@ -132,7 +132,9 @@ class Grading:
         if judged:
             turn_sums = turn_rewards(batch).tolist()
             results |= {i: results[i]._replace(score=results[i].score + turn_sums[i]) for i in judged}
-        return [results[i] for i in range(len(batch))]
+        verdicts = [results[i] for i in range(len(batch))]
+        self._check_errors(verdicts)
+        return verdicts
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> tuple[list[RewardResult], Tensor | None]:
         """Scores with the sums of the steps' and turns' rewards, and these on tokens [R, T]; None where there are none.

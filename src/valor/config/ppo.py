@@ -171,7 +171,9 @@ class PPOConfig(Section):
             "rollout.name=native alone generates from images": shared.rollout.name != "native",
             "agents, tools and environments play text episodes": self.plays_episodes,
             "strategy=fsdp2 alone trains on images": "megatron" in strategies,
-            "ulysses_sequence_parallel_size > 1 divides rows of text": shared.actor.ulysses_sequence_parallel_size > 1,
+            "ulysses_sequence_parallel_size > 1 divides rows of text": any(
+                role.ulysses_sequence_parallel_size > 1 for role in (shared.actor, self.critic)
+            ),
             "model.compile and use_liger are for models of text": any(
                 model.compile or model.use_liger for model in (shared.model, self.critic.model)
             ),

@@ -33,7 +33,7 @@ max_grad_norm -> {A}.optim.clip_grad optim.clip_grad
 scale_rewards [true, false] -> algorithm.norm_adv_by_std_in_grpo
 scale_rewards [group] : it is how algorithm=grpo divides
 beta [0] : no KL term is on unless it is asked for
-(use_vllm bf16 fp16 push_to_hub) [false] : it is off
+(use_vllm fp16 push_to_hub) [false] : it is off
 (log_completions logging_steps logging_strategy) : every step is logged, samples too
 (remove_unused_columns dataloader_num_workers disable_tqdm) : every column reaches the grader
 per_device_eval_batch_size : validation is shared out by tokens

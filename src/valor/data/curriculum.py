@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from operator import index
@@ -172,9 +172,13 @@ class ClassSampler(PromptSampler):
         return UserError(f"{_KEY}: {self._name} {problem}")
 
 
-def outcomes(uids: list[str], rows: PromptDataset, scores: list[float], correct: list[bool]) -> Batch:
-    """What samplers learn from, E samples: `row` [E], the prompt's number in the data set, `scores` [E], `correct` [E];
-    objects `uid`, the same of samples that are compared."""
-    numbers = [rows.number_of(uid) for uid in uids]
-    columns = {"row": torch.tensor(numbers), "scores": torch.tensor(scores), "correct": torch.tensor(correct)}
-    return Batch(columns, {"uid": uids})
+def outcomes(rows: PromptDataset, judged: Sequence[tuple[str, Any]]) -> Batch:
+    """What samplers learn from, E samples that could be graded: `row` [E], the prompt's number in the data set,
+    `scores` [E], `correct` [E]; objects `uid`, the same of samples that are compared. judged: the uid and the
+    RewardResult of each."""
+    columns = {
+        "row": torch.tensor([rows.number_of(uid) for uid, _ in judged], dtype=torch.long),
+        "scores": torch.tensor([result.score for _, result in judged], dtype=torch.float32),
+        "correct": torch.tensor([result.correct for _, result in judged], dtype=torch.bool),
+    }
+    return Batch(columns, {"uid": [uid for uid, _ in judged]})

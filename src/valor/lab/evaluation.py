@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,10 @@ class _Policy:
                     pairs = zip(results, Episodes(batch).rows, strict=True)
                     verdicts_by_row = [verdict for verdict, rows in pairs for _ in rows]
                     records = rollout_records(batch, [v.score for v in verdicts_by_row], 0, inputs.tokenizer)
-                    verdicts = ({"correct": v.correct, "answer": v.components.get("pred")} for v in verdicts_by_row)
+                    verdicts = (
+                        {"correct": v.correct, "answer": v.components.get("pred"), "error": v.error}
+                        for v in verdicts_by_row
+                    )
                     rows = (record | verdict for record, verdict in zip(records, verdicts, strict=True))
                     write_rollouts(files[first], rows)
 
@@ -146,8 +150,8 @@ class _Policy:
         return prompt_metrics(*columns, answers=[answer["answer"] for answer in self.answers])
 
     def measured(self) -> dict[str, Any]:
-        """Of each data source: prompts, the mean length and share of answers that were cut, and each metric's mean with
-        its interval over prompts."""
+        """Of each data source: prompts, the mean length and share of answers that were cut, how many could not be
+        graded, and each metric's mean with its interval over prompts."""
         sources = {}
         for source, metrics in self.by_prompt.items():
             answers = [answer for answer in self.answers if answer["data_source"] == source]
@@ -155,6 +159,7 @@ class _Policy:
                 "prompts": len(next(iter(metrics.values()))),
                 "tokens": _mean([answer["tokens"] for answer in answers]),
                 "cut": _mean([answer["finish_reason"] == "length" for answer in answers]),
+                "errors": sum(answer["error"] is not None for answer in answers),
                 "metrics": {name: _estimate(values) for name, values in metrics.items()},
             }
         return {"name": self.name, "path": self.source, "sources": sources}
@@ -162,19 +167,24 @@ class _Policy:
 
 def _policies(config: EvalConfig, out: Path) -> Iterator[_Policy]:
     """Each model with a name that no other has."""
-    names: list[str] = []
-    for path in [config.actor_rollout_ref.model.path, *(config.eval.others or [])]:
+    names = set[str]()
+    trees = [config, *(_with_model(config, path) for path in config.eval.others or [])]
+    for tree in trees:
+        path = tree.actor_rollout_ref.model.path
         parts = [part for part in Path(path).parts if part not in _NOT_IN_NAMES and part != "/"]
-        name = parts[-1] if parts else path
-        name += f"-{names.count(name) + 1}" if name in names else ""
-        names.append(name)
-        yield _Policy(_with_model(config, path), name, out / name)
+        stem = parts[-1] if parts else path
+        numbered = (f"{stem}-{number}" for number in count(2))
+        name = next(name for name in chain([stem], numbered) if name not in names)
+        names.add(name)
+        yield _Policy(tree, name, out / name)
 
 
 def _with_model(config: EvalConfig, path: str) -> EvalConfig:
-    """The tree of another policy; a tokenizer that was the model's own follows."""
+    """The tree of another policy, which has no adapters; a tokenizer that was the model's own follows."""
     model = config.actor_rollout_ref.model
-    paths = {"path": path} | ({"tokenizer_path": path} if model.tokenizer_path == model.path else {})
+    paths = {"path": path, "lora_rank": 0, "lora_adapter_path": None} | (
+        {"tokenizer_path": path} if model.tokenizer_path == model.path else {}
+    )
     policy = config.actor_rollout_ref.model_copy(update={"model": model.model_copy(update=paths)})
     return config.model_copy(update={"actor_rollout_ref": policy})
 

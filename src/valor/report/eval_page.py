@@ -11,6 +11,7 @@ _NOTES = (
     "prompts agree they have no width, which is no certainty.",
     "pass@k is the unbiased estimate from all answers to a prompt (Chen et al. 2021); maj@n the score of the most "
     "frequent answer.",
+    "errors: answers that could not be graded, which count as wrong with reward.error_score.",
 )
 _COMPARED = (
     "Mean over prompts of the difference of their mean scores; the interval is a bootstrap over prompts. p: two-sided "
@@ -50,11 +51,12 @@ def metric_table(results: Mapping[str, Any]) -> Table:
             *(with_interval(of["metrics"].get(name), key="value") for name in names),
             f"{of['tokens']:,.0f}",
             f"{of['cut']:.1%}",
+            f"{of['errors']:,}",
         ]
         for policy in results["policies"]
         for source, of in policy["sources"].items()
     ]
-    return ["policy", "source", "prompts", *names, "tokens", "cut"], rows
+    return ["policy", "source", "prompts", *names, "tokens", "cut", "errors"], rows
 
 
 def comparison_table(results: Mapping[str, Any]) -> Table:

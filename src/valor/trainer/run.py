@@ -4,6 +4,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,10 +133,11 @@ class Run(ABC):
             return 0 if stop.signum is None else 128 + stop.signum
 
     def _next_step(self) -> dict[str, Any]:
-        self._began, self._unsaved, self.skips.updating = True, self.state_dict(), False
+        # Copies: samplers and phases of the user's own may give what the next step changes in place.
+        self._began, self._unsaved, self.skips.updating = True, deepcopy(self.state_dict()), False
         self.step += 1
         metrics = self.train_step()
-        self._unsaved, self.skips.updating = self.state_dict(), False
+        self._unsaved, self.skips.updating = deepcopy(self.state_dict()), False
         return metrics
 
     @contextmanager

@@ -53,6 +53,13 @@ def test_each_other_word_is_answered_with_keys_that_exist(word):
     assert all(any(key.endswith(name) for key in ends) for name in named)
 
 
+@pytest.mark.parametrize("word", ["bf16=false", "bf16=true"])
+def test_a_word_of_the_precision_is_never_said_to_be_what_is_done_anyway(word):
+    with pytest.raises(UserError, match=r"bf16=\w+: set fsdp_config.dtype=bfloat16 or float32"):
+        load([word])
+    assert load(["fp16=false"]).notes == ("fp16 has no effect: it is off",)
+
+
 @pytest.mark.parametrize(
     ("argv", "estimator", "n", "critic"),
     [

@@ -214,3 +214,27 @@ def test_a_run_that_only_skips_is_saved_where_there_is_no_checkpoint_yet(skipped
     code, line = last_line(run, capsys)
     assert code == 1 and CheckpointStore(tmp_path / "run").steps() == steps
     assert ("the last good checkpoint is" in line) == skipped
+
+
+class Rows(PromptSampler):
+    """Gives the list of its draws, and goes on writing in it."""
+
+    def __init__(self) -> None:
+        super().__init__(100, 4)
+        self.drawn: list[int] = []
+
+    def next_batch(self):
+        self.drawn += (rows := super().next_batch())
+        return rows
+
+    def state_dict(self):
+        return {**super().state_dict(), "drawn": self.drawn}
+
+
+def test_the_state_of_the_last_step_is_not_that_of_the_one_that_failed(tmp_path):
+    run = Counting(tmp_path, ends(3, "collect", by=RuntimeError("no more")), test_freq=-1)
+    run.sampler = Rows()
+    with pytest.raises(RuntimeError):
+        run.fit()
+    state = open_checkpoint(tmp_path / "global_step_2").state
+    assert len(state["sampler"]["drawn"]) == 8 and len(run.sampler.drawn) == 12
