@@ -1,4 +1,4 @@
-"""The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
+"""The loop of environments and tools: the policy speaks and is answered, until nothing is left to say."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
@@ -7,52 +7,76 @@ from typing import Any
 
 from valor.agents.chat import Conversation, Message
 from valor.agents.compaction import Compaction
+from valor.agents.env import Step, env_source
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
-from valor.agents.formats import FORMATS, Call, ToolCall
+from valor.agents.formats import FORMATS, Call, Parsed, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
+from valor.agents.taskset import env_of_run
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import Toolbox, ToolResult, Toolset
+from valor.errors import UserError
 from valor.rollout.base import FinishReason
 
 
+@register_loop("environment_agent")
 @register_loop("tool_agent")
-class ToolLoop(AgentLoop):
-    """Tools of `rollout.multi_turn` and `rollout.agent.environment`; calls are in `multi_turn.format`."""
+class EnvLoop(AgentLoop):
+    """Plays the environment of `rollout.agent.environment` or `data.taskset`, with its tools and those of
+    `rollout.multi_turn`; calls are in `multi_turn.format`.
+
+    A turn with calls is answered by tools, any other by the environment; where there is none it ends the episode. The
+    score is the sum of the turns' rewards and of the environment's score.
+    """
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
         multi, agent = rollout.multi_turn, rollout.agent
-        sources = load_sources(
-            multi.tool_config_path, multi.function_tool_path, agent.environment, agent.environment_kwargs
-        )
+        sources = load_sources(multi.tool_config_path, multi.function_tool_path)
+        name, make = agent.environment or context.config.data.taskset, env_of_run(context.config)
+        if make is not None:
+            sources.append(env_source(make))
+        elif not multi.enable:
+            raise UserError("environment_agent needs rollout.agent.environment or data.taskset")
         self._toolset = Toolset(sources, multi)
-        self._parse, self._most_turns = FORMATS[multi.format], multi.most_turns
-        self._compaction = Compaction(context) if agent.compaction.enable else None
         self.schemas = self._toolset.schemas
+        self._parse = FORMATS[multi.format] if multi.enable or self.schemas else None
+        self._most_turns = multi.most_turns
+        self._compaction = Compaction(context) if agent.compaction.enable else None
+        self._facts = {} if name is None else {"environment": name}
         self.grades = any(source.judges for source in sources)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         toolbox = self._toolset.toolbox()
         calls: list[dict[str, Any]] = []
         try:
-            messages = with_opening(task.row["messages"], await toolbox.open(task.row))
+            opening = await toolbox.open(task.row)
+            messages = with_opening(task.row["messages"], opening)
+            if toolbox.messages is not None:
+                messages = with_opening(self.chat.safe(toolbox.messages), opening)
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
             reason = await converse(play, talk, partial(self._answer, play, toolbox, calls), self._compaction)
             reward = await toolbox.rewards()
         finally:
             await toolbox.close()
-        info = {"calls": calls, **({} if self.grades or reward is None else {"tool_reward": reward})}
+        info = self._facts | ({"calls": calls} if self._parse is not None else {})
+        info |= {} if self.grades or reward is None else {"tool_reward": reward}
         return play.end(reason, reward if self.grades else None, info)
 
     async def _answer(
         self, play: Play, toolbox: Toolbox, records: list[dict[str, Any]], text: str, finish_reason: FinishReason
     ) -> list[Message] | EpisodeEnd:
-        """The results of the calls in a text. Calls and results are appended to `records`."""
-        calls, content = self._parse(text, toolbox.schemas)
+        """What the policy reads after a text. Calls and results are appended to `records`."""
+        if finish_reason == "abort":
+            return "abort"
+        calls, content = self._parse(text, toolbox.schemas) if self._parse is not None else Parsed([], text)
         if calls:
             play.say(content)
+        if toolbox.heard is not None and await toolbox.heard(text):
+            return "stop"
+        if not calls and toolbox.step is not None:
+            return self._reply(play, await toolbox.step(text), finish_reason)
         if finish_reason != "stop" or not calls:
             return finish_reason
         if play.num_turns >= self._most_turns:
@@ -62,6 +86,17 @@ class ToolLoop(AgentLoop):
             records.append(call_record(len(play.turns), call, result))
             play.reward(result.reward)
         return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
+
+    def _reply(self, play: Play, step: Step, finish_reason: FinishReason) -> list[Message] | EpisodeEnd:
+        """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
+        ends would never lose."""
+        messages, reward, done = step
+        play.reward(float(reward))
+        if done or finish_reason != "stop":
+            return "stop" if done else finish_reason
+        if play.num_turns >= self._most_turns:
+            return "turns"
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
 async def converse(
