@@ -56,7 +56,10 @@ class EnvLoop(AgentLoop):
                 messages = with_opening(self.chat.safe(toolbox.messages), opening)
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
-            reason = await converse(play, talk, partial(self._answer, play, toolbox, calls), self._compaction)
+            play.cuts = None if self._compaction is None else []
+            toolbox.chat, toolbox.play, toolbox.converse = self.chat, play, partial(self._delegated, play, calls)
+            answer = partial(self._answer, play, toolbox, calls, self._most_turns)
+            reason = await converse(play, talk, answer, self._compaction)
             reward = await toolbox.rewards()
         finally:
             await toolbox.close()
@@ -64,8 +67,26 @@ class EnvLoop(AgentLoop):
         info |= {} if self.grades or reward is None else {"tool_reward": reward}
         return play.end(reason, reward if self.grades else None, info)
 
+    async def _delegated(
+        self, play: Play, records: list[dict[str, Any]], talk: Conversation, toolbox: Toolbox, most_turns: int
+    ) -> tuple[EpisodeEnd, str]:
+        """A conversation of a sub-agent: why it ended, and what it said last."""
+        texts: list[str] = []
+
+        async def answer(text: str, finish_reason: FinishReason) -> list[Message] | EpisodeEnd:
+            texts.append(text)
+            return await self._answer(play, toolbox, records, most_turns, text, finish_reason)
+
+        return await converse(play, talk, answer), texts[-1]
+
     async def _answer(
-        self, play: Play, toolbox: Toolbox, records: list[dict[str, Any]], text: str, finish_reason: FinishReason
+        self,
+        play: Play,
+        toolbox: Toolbox,
+        records: list[dict[str, Any]],
+        most_turns: float,
+        text: str,
+        finish_reason: FinishReason,
     ) -> list[Message] | EpisodeEnd:
         """What the policy reads after a text. Calls and results are appended to `records`."""
         if finish_reason == "abort":
@@ -76,25 +97,28 @@ class EnvLoop(AgentLoop):
         if toolbox.heard is not None and await toolbox.heard(text):
             return "stop"
         if not calls and toolbox.step is not None:
-            return self._reply(play, await toolbox.step(text), finish_reason)
+            return self._reply(play, await toolbox.step(text), most_turns, finish_reason)
         if finish_reason != "stop" or not calls:
             return finish_reason
-        if play.num_turns >= self._most_turns:
+        if play.num_turns >= most_turns:
             return "turns"
+        turn = len(play.turns)
         results = await toolbox.call_all(calls)
         for call, result in zip(calls, results, strict=False):
-            records.append(call_record(len(play.turns), call, result))
-            play.reward(result.reward)
+            records.append(call_record(turn, call, result))
+            play.reward(result.reward, turn)
         return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
 
-    def _reply(self, play: Play, step: Step, finish_reason: FinishReason) -> list[Message] | EpisodeEnd:
+    def _reply(
+        self, play: Play, step: Step, most_turns: float, finish_reason: FinishReason
+    ) -> list[Message] | EpisodeEnd:
         """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
         ends would never lose."""
         messages, reward, done = step
         play.reward(float(reward))
         if done or finish_reason != "stop":
             return "stop" if done else finish_reason
-        if play.num_turns >= self._most_turns:
+        if play.num_turns >= most_turns:
             return "turns"
         return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
@@ -106,7 +130,6 @@ async def converse(
     compaction: Compaction | None = None,
 ) -> EpisodeEnd:
     """Alternate turns of the policy with `answer(text, finish_reason)`: messages, or why the episode ends here."""
-    play.cuts = None if compaction is None else []
     if play.room < (1 if compaction is None else compaction.least):
         size = f"it begins with {len(play.row)} tokens"
         raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")

@@ -33,9 +33,12 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
     @asynccontextmanager
     async def episode(toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[None]:
         async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+            if name in toolbox.sub_agents:
+                return await by_name[name].function.plays(toolbox, **arguments)  # type: ignore[attr-defined]
             return by_name[name].convert(await toolbox.run(by_name[name].function, arguments, name=name))
 
         toolbox.calls |= {name: partial(call, name) for name in names}
+        toolbox.sub_agents |= {name for name in names if hasattr(by_name[name].function, "plays")}
         yield
 
     readers = frozenset(name for name, tool in by_name.items() if getattr(tool.function, "takes_kwargs", False))

@@ -79,7 +79,9 @@ class Toolbox:
     `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
     `calls` (by name, from arguments to a ToolResult, a text or what JSON shows; may raise ToolFailed), `openings`
     (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit. An
-    environment sets `messages` (None: the row's), `step` and `heard` (its methods; None: it has none of its own).
+    environment sets `messages` (None: the row's), `step` and `heard` (its methods; None: it has none of its own). A
+    loop sets `chat`, `play` (the episode) and `converse(talk, toolbox, most_turns)`, by which the tools named in
+    `sub_agents` play conversations of their own.
     """
 
     def __init__(self, toolset: Toolset) -> None:
@@ -92,6 +94,10 @@ class Toolbox:
         self.messages: list[Mapping[str, Any]] | None = None
         self.step: Callable[[str], Awaitable[Any]] | None = None
         self.heard: Callable[[str], Awaitable[Any]] | None = None
+        self.chat: Any = None
+        self.play: Any = None
+        self.converse: Callable[..., Awaitable[Any]] | None = None
+        self.sub_agents: set[str] = set()
         self._open = AsyncExitStack()
 
     async def open(self, row: Mapping[str, Any]) -> str | None:
