@@ -16,6 +16,7 @@ from valor.trainer.phases.old_log_probs import (
     RolloutCorrection,
     RolloutLogProbs,
 )
+from valor.trainer.phases.prompt_values import PromptValues
 from valor.trainer.phases.reference import ReferenceLogProbs
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows
@@ -42,6 +43,7 @@ STANDARD: list[type[Phase]] = [
     Advantages,
     TrainingRows,
     UpdateCritic,
+    PromptValues,
     UpdateActor,
     BatchMetrics,
     Samples,
