@@ -8,16 +8,20 @@ from runs import assert_same_weights, read_metrics
 
 from valor.agents import register_format
 from valor.agents.formats import Parsed, ToolCall
-from valor.sandbox.room import why_no_room
 from valor.trainer.main_ppo import main
+from valor.user_files import load_file
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples/tasksets"
 AGENT = "actor_rollout_ref.rollout"
+ROOM = load_file(f"{EXAMPLES}/room.py", "test")
 SETS = {
     "verifiers": [f"data.taskset={EXAMPLES}/capitals.py:CapitalsTaskset"],
-    "harbor": [f"data.taskset={EXAMPLES}/harbor", "data.taskset_kwargs={ignore_dockerfile: true}"],
+    "harbor": [
+        f"data.taskset={EXAMPLES}/harbor_tasks.py:Harbor",
+        f"data.taskset_kwargs={{folder: {EXAMPLES}/harbor_examples, ignore_dockerfile: true}}",
+    ],
 }
 COMMANDS = ["echo 12 > sum.txt", "rev input.txt > output.txt", "echo 1 > sum.txt", "cat input.txt"]
 
@@ -37,8 +41,8 @@ def task_calls(text, schemas=()):
 def test_two_steps_and_the_second_again(overrides, tmp_path: Path, kind: str, estimator: str) -> None:
     if kind == "verifiers":
         pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
-    elif why_no_room() is not None:
-        pytest.skip(f"no namespaces: {why_no_room()}")
+    elif ROOM.why_no_room() is not None:
+        pytest.skip(f"no namespaces: {ROOM.why_no_room()}")
     more = [
         *SETS[kind],
         f"algorithm.adv_estimator={estimator}",

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valor.agents.env import Env, Methods, find_env
-from valor.agents.harbor_tasks import harbor_folders, harbor_tasks
 from valor.agents.verifiers_tasks import is_verifiers, package_of, verifiers_tasks
 from valor.config import PPOConfig
 from valor.errors import UserError
 from valor.user_files import load_object
 
 _KEY = "data.taskset"
-_KINDS = "a folder of Harbor tasks, an installed task set of verifiers, or file.py:Class, one or an Env with rows()"
+_KINDS = "an installed task set of verifiers, or file.py:Class of one or of an Env with rows()"
 
 
 class Taskset(NamedTuple):
@@ -43,11 +42,11 @@ def taskset_of_run(config: PPOConfig) -> Taskset:
 
 @cache
 def _load(name: str, kwargs_json: str, most: int | None) -> Taskset:
-    kwargs, folder = json.loads(kwargs_json), Path(name).expanduser()
+    kwargs = json.loads(kwargs_json)
     try:
-        if folder.is_dir():
-            rows, make = harbor_tasks(harbor_folders(folder), **kwargs)
-        elif ":" in name:
+        if Path(name).is_dir():
+            raise UserError("is a folder: for Harbor tasks set data.taskset=examples/tasksets/harbor_tasks.py:Harbor")
+        if ":" in name:
             rows, make = _of_class(load_object(name, _KEY), name, kwargs, most)
         elif (cls := package_of(name)) is not None:
             rows, make = verifiers_tasks(cls, name, kwargs, most)

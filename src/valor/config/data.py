@@ -92,7 +92,7 @@ class DataConfig(
     """Prompts: where they are, how they are read, how many go into a step."""
 
     taskset: str | None = None
-    """Tasks with prompts, tools and reward: a folder of Harbor tasks, a task set of verifiers, or file.py:Class."""
+    """Tasks with prompts, tools and reward: a task set of verifiers, or file.py:Class."""
     taskset_kwargs: dict[str, Any] = key({}, ".taskset")
     """Its arguments; of verifiers, the fields of its config."""
     val_tasks: NonNegativeInt = key(0, ".taskset")

@@ -74,7 +74,7 @@ class Sandbox:
             bufsize=0,
             start_new_session=True,
         )
-        enclosure = asdict(limits) | {"level": level, "readable": readable(), "seccomp": _seccomp(level)}
+        enclosure = asdict(limits) | {"level": level, "readable": _readable(), "seccomp": _seccomp(level)}
         del enclosure["wall_seconds"]
         self._send({"walls": enclosure, "packages": _packages()})
 
@@ -173,7 +173,7 @@ def _packages() -> list[str]:
     return list(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))))
 
 
-def readable() -> list[str]:
+def _readable() -> list[str]:
     """Files and folders that enclosed code may read: Python, its packages and the system's libraries."""
     libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     wanted = [*_SYSTEM, sys.base_prefix, sys.prefix, *libraries, *_packages()]

@@ -16,11 +16,16 @@ from valor.config import load
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
 from valor.rollout.base import Output, SamplingParams, Span
-from valor.sandbox.room import run_in_room, why_no_room
+from valor.user_files import load_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples/tasksets"
 CAPITALS = f"data.taskset={EXAMPLES}/capitals.py:CapitalsTaskset"
-HARBOR = [f"data.taskset={EXAMPLES}/harbor", "data.taskset_kwargs={ignore_dockerfile: true}"]
+HARBOR = [
+    f"data.taskset={EXAMPLES}/harbor_tasks.py:Harbor",
+    f"data.taskset_kwargs={{folder: {EXAMPLES}/harbor_examples, ignore_dockerfile: true}}",
+]
+ROOM = load_file(f"{EXAMPLES}/room.py", "test")
+
 MULTI = "actor_rollout_ref.rollout.multi_turn"
 OWN = """
 from valor.agents import Env
@@ -148,7 +153,7 @@ def test_a_reward_may_use_a_runtime(tmp_path: Path) -> None:
     assert play([f"data.taskset={tmp_path}/run.py:Set"], 0, "a")[0].outcome == 5.0
 
 
-needs_room = pytest.mark.skipif(why_no_room() is not None, reason=f"no namespaces: {why_no_room()}")
+needs_room = pytest.mark.skipif(ROOM.why_no_room() is not None, reason=f"no namespaces: {ROOM.why_no_room()}")
 
 
 @needs_room
@@ -182,7 +187,7 @@ def test_a_room_has_neither_network_nor_files_of_the_machine(tmp_path: Path) -> 
     app.mkdir()
 
     def run(command: str, seconds: float = 10.0) -> tuple[str, int | None]:
-        return tuple(run_in_room(command, {"/app": app}, seconds=seconds, memory_mb=1024))
+        return tuple(ROOM.run_in_room(command, {"/app": app}, seconds=seconds, memory_mb=1024))
 
     assert run("echo a > b; cat b; pwd") == ("a\n/app\n", 0) and (app / "b").exists()
     assert run(f"cat {secret}")[1] == 1
@@ -198,8 +203,8 @@ def test_a_room_has_neither_network_nor_files_of_the_machine(tmp_path: Path) -> 
     ("change", "said"),
     [
         ("tests/test.sh", "it has no tests/test.sh"),
-        ("instruction.md", "No such file or directory"),
-        ("task.toml", "is a folder without a task.toml"),
+        ("instruction.md", "it has no instruction.md"),
+        ("task.toml", "has no task.toml in or below it"),
     ],
 )
 @needs_room
@@ -209,7 +214,7 @@ def test_folders_that_are_no_tasks_are_told(tmp_path: Path, change: str, said: s
             (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "a" / name).write_text("")
     with pytest.raises(UserError, match=said):
-        taskset_of_run(load([f"data.taskset={tmp_path}"]).config)
+        taskset_of_run(load([HARBOR[0], f"data.taskset_kwargs={{folder: {tmp_path}}}"]).config)
 
 
 @needs_room
@@ -218,7 +223,7 @@ def test_a_verifier_without_a_reward_is_the_episodes_error(tmp_path: Path) -> No
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_text(text)
     with pytest.raises(EpisodeFailed, match=r"tests/test.sh of a gave no reward .*: broken"):
-        play([f"data.taskset={tmp_path}"], 0, "done")
+        play([HARBOR[0], f"data.taskset_kwargs={{folder: {tmp_path}}}"], 0, "done")
 
 
 def test_an_env_with_rows_is_a_task_set(tmp_path: Path) -> None:

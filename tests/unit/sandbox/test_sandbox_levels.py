@@ -114,7 +114,7 @@ if parent == 0:
     if os.fork() == 0:
         walls.die_with_parent(parent)
         walls._call = slowly
-        walls.enclose("landlock", readable=box.readable(), seccomp=walls.seccomp_filter(), **limits)
+        walls.enclose("landlock", readable=box._readable(), seccomp=walls.seccomp_filter(), **limits)
     time.sleep(60)
 time.sleep(0.2)
 os.kill(parent, signal.SIGKILL)

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from valor.sandbox.box import SandboxError, readable
+from valor.sandbox import SandboxError
 
 _MAX_OUTPUT = 2**20  # bytes
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
@@ -43,7 +43,9 @@ cd "$folder"
 ulimit -v $((memory * 1024)) -c 0
 exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs bash -c "$command"
 """
-_PROGRAMS = ("/bin", "/sbin", "/etc/alternatives")
+# The system's programs and libraries, and this Python.
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/nix/store")
+_PYTHON = dict.fromkeys(folder for folder in (sys.base_prefix, sys.prefix) if not folder.startswith("/usr"))
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -65,8 +67,7 @@ def run_in_room(
 ) -> Ended:
     """Run a bash command in the first of `folders`: the paths there, and what they are here. `read_only`: others that
     it may read. What it writes elsewhere is gone at its end. SandboxError: it cannot be enclosed."""
-    system = [path for path in (*readable(), *_PROGRAMS) if Path(path).exists()]
-    mounts = [("ro", path, path) for path in dict.fromkeys(system)]
+    mounts = [("ro", path, path) for path in (*_SYSTEM, *_PYTHON) if Path(path).exists()]
     mounts += [("rw", path, path) for path in _DEVICES if Path(path).exists()]
     mounts += [("ro", str(here), there) for there, here in (read_only or {}).items()]
     mounts += [("rw", str(here), there) for there, here in folders.items()]

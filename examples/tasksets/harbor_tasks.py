@@ -1,7 +1,10 @@
 """Harbor tasks (https://harborframework.com/docs/tasks): task.toml, instruction.md, environment/, tests/test.sh.
 
+valor ppo data.taskset=examples/tasksets/harbor_tasks.py:Harbor actor_rollout_ref.model.path=MODEL \\
+    'data.taskset_kwargs={folder: examples/tasksets/harbor_examples, ignore_dockerfile: true}'
+
 The policy has a tool `bash`; when it has ended, tests/test.sh writes the reward to /logs/verifier. Containers are not
-started and Dockerfiles not built: commands run in `valor.sandbox.room`, with this machine's programs and without a
+started and Dockerfiles not built: commands run in `room.py`, with this machine's programs and without a
 network. The files of environment/ are copied to its WORKDIR, and what is written outside that and /tmp is not kept.
 """
 
@@ -11,17 +14,18 @@ import re
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from room import run_in_room, why_no_room
+
 from valor.agents.env import Env
 from valor.agents.tools import ToolResult
 from valor.errors import UserError
-from valor.sandbox.room import run_in_room, why_no_room
 
-_BUILT = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+_BUILT = ("environment/Dockerfile", "environment/docker-compose.yaml", "environment/docker-compose.yml")
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.MULTILINE)
 _VERIFIER_SECONDS = 600.0
 _MOST_SECONDS = 3600.0  # of a command; the limit of a tool's call comes before
@@ -29,64 +33,44 @@ _GRACE = 5.0  # seconds beyond the verifier's own limit, in which its end is see
 _TAIL = 300  # characters of its output in an error
 
 
-@dataclass(frozen=True)
-class HarborTask:
-    """A task folder: where commands run, their memory, environment and seconds, and those of its verifier."""
-
-    folder: Path
-    instruction: str
-    workdir: str
-    memory_mb: int
-    env: Mapping[str, str]
-    verifier_env: Mapping[str, str]
-    verifier_seconds: float
-
-
-def harbor_folders(folder: Path) -> list[Path]:
-    """The task folders at or below a folder, by their paths. UserError: there are none."""
-    folders = sorted(file.parent for file in folder.rglob("task.toml"))
-    if not folders:
-        raise UserError("is a folder without a task.toml in or below it: Harbor tasks are folders with one")
-    return folders
-
-
-def harbor_tasks(
-    folders: Sequence[Path], ignore_dockerfile: bool = False, reward_key: str = "reward"
-) -> tuple[Sequence[Mapping[str, Any]], Callable[[], Env]]:
-    """Rows and environment of task folders. `reward_key`: which value of reward.json is the reward.
-
-    UserError: a task that cannot be played here, or no enclosure on this machine.
-    """
-    if (reason := why_no_room()) is not None:
-        raise UserError(f"Harbor tasks run in namespaces of Linux (unshare), which are not to be had here: {reason}")
-    tasks = [_read(folder, ignore_dockerfile) for folder in folders]
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": task.instruction}],
-            "data_source": f"harbor/{task.folder.name}",
-            "reward_model": {"style": "model"},
-        }
-        for task in tasks
-    ]
-    return rows, lambda: HarborEnv(tasks, reward_key)
-
-
-class HarborEnv(Env):
+class Harbor(Env):
     """One attempt at a task, in a folder of its own that is deleted at its end."""
 
     tools = ("bash",)
 
-    def __init__(self, tasks: Sequence[HarborTask], reward_key: str) -> None:
-        self._tasks, self._key = tasks, reward_key
-        self._root: Path | None = None
+    _root: Path | None = None
+
+    @classmethod
+    def rows(cls, folder: str, ignore_dockerfile: bool = False, reward_key: str = "reward") -> list[dict[str, Any]]:
+        """The tasks at or below a folder, by their paths. `reward_key`: which value of reward.json is the reward.
+
+        UserError: a task that cannot be played here, or no enclosure on this machine.
+        """
+        if (reason := why_no_room()) is not None:
+            raise UserError(f"Harbor tasks need namespaces of Linux (unshare), which are not to be had here: {reason}")
+        folders = sorted(file.parent for file in Path(folder).expanduser().resolve().rglob("task.toml"))
+        if not folders:
+            raise UserError(f"'{folder}' has no task.toml in or below it: Harbor tasks are folders with one")
+        for path in folders:
+            _check(path, ignore_dockerfile)
+        return [
+            {
+                "prompt": [{"role": "user", "content": (path / "instruction.md").read_text(encoding="utf-8")}],
+                "data_source": f"harbor/{path.name}",
+                "reward_model": {"style": "model"},
+                "extra_info": {"folder": str(path), "reward_key": reward_key},
+            }
+            for path in folders
+        ]
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        self._task = task = self._tasks[row["extra_info"]["task"]]
+        self._task = task = _read(Path(row["extra_info"]["folder"]))
+        self._key = row["extra_info"]["reward_key"]
         self._root = Path(tempfile.mkdtemp(prefix="valor-harbor-"))
         self.score_seconds = task.verifier_seconds + _GRACE
         self._folders = {task.workdir: self._root / "work", "/tmp": self._root / "tmp"}
         self._folders["/tmp"].mkdir()
-        ignored = shutil.ignore_patterns(*_BUILT)
+        ignored = shutil.ignore_patterns(*(Path(name).name for name in _BUILT))
         if (files := task.folder / "environment").is_dir():
             shutil.copytree(files, self._folders[task.workdir], ignore=ignored)
         else:
@@ -137,38 +121,51 @@ class HarborEnv(Env):
             shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _read(folder: Path, ignore_dockerfile: bool) -> HarborTask:
+@dataclass(frozen=True)
+class _Task:
+    """A task folder: where commands run, their memory and environment, and seconds and environment of its verifier."""
+
+    folder: Path
+    workdir: str
+    memory_mb: int
+    env: Mapping[str, str]
+    verifier_env: Mapping[str, str]
+    verifier_seconds: float
+
+
+def _read(folder: Path) -> _Task:
+    config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    box, verifier, dockerfile = config.get("environment", {}), config.get("verifier", {}), folder / _BUILT[0]
+    written = _WORKDIR.findall(dockerfile.read_text(encoding="utf-8")) if dockerfile.exists() else []
+    return _Task(
+        folder=folder,
+        workdir=box.get("workdir") or (written[-1] if written else "/app"),
+        memory_mb=int(box.get("memory_mb") or 2048),
+        env={name: str(value) for name, value in box.get("env", {}).items()},
+        verifier_env={name: str(value) for name, value in verifier.get("env", {}).items()},
+        verifier_seconds=float(verifier.get("timeout_sec") or _VERIFIER_SECONDS),
+    )
+
+
+def _check(folder: Path, ignore_dockerfile: bool) -> None:
+    """UserError: a file is missing, or something that the task needs is not to be had here."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{folder / 'task.toml'}: {error}") from None
     box, verifier = config.get("environment", {}), config.get("verifier", {})
-    built = [name for name in _BUILT if (folder / "environment" / name).exists()]
-    needs_image = bool(built or box.get("docker_image"))
-    not_here = {
+    built = [name for name in _BUILT if (folder / name).exists()]
+    reasons = {
         "steps/ (a task of several steps)": (folder / "steps").is_dir(),
+        "no instruction.md": not (folder / "instruction.md").is_file(),
         "no tests/test.sh": not (folder / "tests/test.sh").is_file(),
         "verifier.environment_mode=separate": verifier.get("environment_mode") == "separate",
         "verifier.collect": bool(verifier.get("collect")),
         **{f"environment.{name}": bool(box.get(name)) for name in ("mcp_servers", "healthcheck", "gpus")},
         f"{', '.join(built) or 'a docker_image'}: containers are not started. If this machine's programs are all that "
-        "it needs, set data.taskset_kwargs={ignore_dockerfile: true}": needs_image and not ignore_dockerfile,
+        "it needs, add ignore_dockerfile: true to data.taskset_kwargs": (
+            bool(built or box.get("docker_image")) and not ignore_dockerfile
+        ),
     }
-    if reason := next((reason for reason, is_so in not_here.items() if is_so), None):
+    if reason := next((reason for reason, is_so in reasons.items() if is_so), None):
         raise UserError(f"{folder.name} cannot be played: it has {reason}")
-    dockerfile = folder / "environment/Dockerfile"
-    found = _WORKDIR.findall(dockerfile.read_text(encoding="utf-8")) if dockerfile.exists() else []
-    return HarborTask(
-        folder=folder,
-        instruction=instruction,
-        workdir=box.get("workdir") or (found[-1] if found else "/app"),
-        memory_mb=int(box.get("memory_mb") or 2048),
-        env=_texts(box.get("env")),
-        verifier_env=_texts(verifier.get("env")),
-        verifier_seconds=float(verifier.get("timeout_sec") or _VERIFIER_SECONDS),
-    )
-
-
-def _texts(env: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: str(value) for name, value in (env or {}).items()}
