@@ -6,9 +6,11 @@ subprocess runtime: programs of the task's author run as this user. What needs a
 is refused.
 """
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -47,12 +49,10 @@ def verifiers_tasks(
     cls: type, name: str, kwargs: Mapping[str, Any], most: int | None
 ) -> tuple[Sequence[Mapping[str, Any]], Callable[[], Env]]:
     """Rows and environment of a task set; `kwargs`: fields of its config. UserError: it cannot be played here."""
-    _library()
-    from verifiers.v1.configs.taskset import TasksetConfig
-    from verifiers.v1.taskset import Taskset
+    vf = _library()
     from verifiers.v1.utils.generic import concrete_type
 
-    config = concrete_type(cls, TasksetConfig, origin=Taskset) or TasksetConfig
+    config = concrete_type(cls, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
     taskset = cls(config.model_validate(dict(kwargs)))
     if most is None and not taskset.bounded:
         raise UserError("its tasks never end: set data.train_max_samples")
@@ -61,6 +61,9 @@ def verifiers_tasks(
         _check(task)
     rows = [{"prompt": _prompt(task), "data_source": name, "reward_model": {"style": "model"}} for task in tasks]
     shared = cls.toolsets(taskset.config)
+    with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+        for toolset in shared:
+            thread.submit(asyncio.run, toolset.setup()).result()
     return rows, lambda: VerifiersEnv(tasks, shared)
 
 
@@ -77,24 +80,22 @@ class VerifiersEnv(Env):
         self._functions = {name: function for toolset in self._toolsets for name, function in _functions(toolset)}
 
     async def reset(self, row: Mapping[str, Any]) -> None:
-        from verifiers.v1.configs.agent import AgentConfig
-        from verifiers.v1.runtimes import SubprocessConfig, make_runtime
+        vf = _library()
+        from verifiers.v1.runtimes import make_runtime
         from verifiers.v1.state import state_cls
-        from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-        from verifiers.v1.types import SystemMessage, UserMessage
 
         task = self._task = self._tasks[row["extra_info"]["task"]]
         self._use(task)
-        about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        agent = AgentInfo(config=AgentConfig(runtime=SubprocessConfig()))
-        self._trace = Trace(task=about, state=state_cls(type(task))(), agent=agent)
+        about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=vf.AgentConfig(runtime=vf.SubprocessConfig()))
+        self._trace = vf.Trace(task=about, state=state_cls(type(task))(), agent=agent)
+        kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
         for message in row["messages"]:
-            kind = SystemMessage if message["role"] == "system" else UserMessage
-            self._note(kind(content=message["content"]))
+            self._note(kinds[message["role"]](content=message["content"]))
         self._runtime = None
         hooks = [task.setup, task.finalize, *(hook for kind in _HOOKS for hook in task.hooks(kind))]
         if any("runtime" in inspect.signature(hook).parameters for hook in hooks if not _is_default(hook)):
-            self._runtime = make_runtime(SubprocessConfig())
+            self._runtime = make_runtime(vf.SubprocessConfig())
             await self._runtime.start()
             self._open.push_async_callback(self._runtime.stop)
         for toolset in self._toolsets:
@@ -105,9 +106,7 @@ class VerifiersEnv(Env):
         await self._invoke(task.setup)
 
     async def heard(self, text: str) -> bool:
-        from verifiers.v1.types import AssistantMessage
-
-        self._note(AssistantMessage(content=text), sampled=True)
+        self._note(_library().AssistantMessage(content=text), sampled=True)
         for stop in self._task.hooks("stop"):
             if await self._invoke(stop):
                 self._trace.stop(stop.__name__)
@@ -140,15 +139,15 @@ class VerifiersEnv(Env):
     @contextmanager
     def _called(self, name: str, arguments: Mapping[str, Any]) -> Iterator[Callable[[Any], str]]:
         """A call by the last turn, with the rollout's state; what it gives notes the answer, and returns its text."""
+        vf = _library()
         from verifiers.v1.mcp.server import _call_state
-        from verifiers.v1.types import ToolCall, ToolMessage
 
         said, call_id = self._trace.assistant_messages[-1], f"call_{len(self._trace.nodes)}"
-        made = ToolCall(id=call_id, name=name, arguments=json.dumps(arguments))
+        made = vf.ToolCall(id=call_id, name=name, arguments=json.dumps(arguments))
         said.tool_calls = [*(said.tool_calls or ()), made]
 
         def note(answer: Any) -> str:
-            self._note(ToolMessage(tool_call_id=call_id, content=as_text(answer), name=name))
+            self._note(vf.ToolMessage(tool_call_id=call_id, content=as_text(answer), name=name))
             return as_text(answer)
 
         before = _call_state.set(self._trace.state)
@@ -166,10 +165,8 @@ class VerifiersEnv(Env):
         await self._open.aclose()
 
     def _note(self, message: Any, sampled: bool = False) -> None:
-        from verifiers.v1.graph import MessageNode
-
         nodes = self._trace.nodes
-        nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+        nodes.append(_library().MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
     async def _invoke(self, hook: Callable[..., Any]) -> Any:
         from verifiers.v1.utils.decorators import invoke
@@ -207,11 +204,10 @@ def _prompt(task: Any) -> list[dict[str, str]]:
 def _check(task: Any) -> None:
     """UserError: what the task needs is not to be had here."""
     from verifiers.v1.session import hook_boundary
-    from verifiers.v1.trace import Trace
     from verifiers.v1.utils.decorators import discover_decorated
 
     toolsets = type(task).toolsets(task.config)
-    read = [hook for hook in task.hooks("stop") if hook_boundary(hook, allow_trace=True) is not Trace]
+    read = [hook for hook in task.hooks("stop") if hook_boundary(hook, allow_trace=True) is not _library().Trace]
     reasons = {
         "no prompt: a program of the task set leads its conversation": task.data.prompt is None,
         f"the image {task.data.image}: containers are not started here": task.data.image is not None,
