@@ -45,7 +45,7 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(overrides, tmp_path: Path, 
     more = {
         "difficulty": DIFFICULTY,
         "own": [f"data.sampler.class_path={tmp_path}/own.py", "data.sampler.class_name=Hardest"],
-        "predicted": [*DIFFICULTY, "data.sampler.difficulty.predictor=critic", "data.sampler.difficulty.candidates=3"],
+        "predicted": [*DIFFICULTY, "data.sampler.difficulty.predictor=critic"],
         "filtered": [*DIFFICULTY, "algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4"],
     }[kind]
     more += ["trainer.save_freq=2", "trainer.test_freq=-1", "data.val_files=null", "trainer.log_generations=8"]

@@ -54,8 +54,6 @@ class DifficultyConfig(Section):
 
     predictor: Literal["none", "critic"] = key("none", ".enable")
     """critic: pass rates of rows without answers are the critic's values of their prompts (rewards from 0 to 1)."""
-    candidates: PositiveInt = key(256, ".predictor=critic")
-    """Most prompts without answers that the critic reads in a step, of those that would be drawn next."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if sorted(set(self.thresholds)) != self.thresholds:

@@ -10,6 +10,7 @@ from valor.data.curriculum import DifficultySampler
 from valor.trainer.phases.base import Metrics, Phase, where_true
 from valor.trainer.phases.update_critic import UpdateCritic
 
+_BATCHES = 4  # of prompts that the critic reads in a step
 _KEY = "data.sampler.difficulty.predictor=critic"
 
 
@@ -44,7 +45,7 @@ class PromptValues(Phase):
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         inputs = self.resources.collector.inputs
         assert isinstance(inputs.sampler, DifficultySampler), "the predictor is an option of it"
-        rows = inputs.sampler.unknown(self.config.data.sampler.difficulty.candidates)
+        rows = inputs.sampler.unknown(_BATCHES * inputs.sampler.batch_size)
         if not rows:
             return Batch(), {}
         prompts, lengths = pad_rows([inputs.train[row].prompt_ids for row in rows], torch.long)
