@@ -49,8 +49,8 @@ COMPACTION = {
     "enable": True,
     "turn_length": 3,
     "summary_length": 3,
-    "request": "#",
-    "summary": "{summary}",
+    "request": "'#'",
+    "summary": "'{summary}'",
 }
 COMPACT = {f"actor_rollout_ref.rollout.agent.compaction.{key}": value for key, value in COMPACTION.items()}
 ARMS: dict[str, dict[str, Any]] = {
