@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from valor.agents.environment import Step, TextEnvironment, row_number
+from valor.agents.env import Env, Step, row_number
 from valor.agents.tools import as_text
 from valor.errors import UserError
 from valor.rewards.answers import after_thinking
@@ -26,13 +26,13 @@ class OpenEnvError(RuntimeError):
         self.code = code
 
 
-class OpenEnv(TextEnvironment):
+class OpenEnv(Env):
     """A server at `url` (http://host:port): a session of its own for each episode.
 
     The policy's text is the field `action` of an action, beside the fields `action_fields`; the policy reads the field
     `observation` of the answer (None: all fields as JSON). `reset` goes to the server's reset, with `seed` (of
     extra_info, or the row's number). An episode for which the server gave no reward at all, because it was cut off,
-    say, is worth `unscored` (None: a grader decides). Where all sessions are taken, it waits `open_seconds` for one.
+    say, is worth `unscored` (None: a grader decides). Where all sessions are taken, it waits `reset_seconds` for one.
     UserError: no `websockets` package, or no address.
     """
 
@@ -44,7 +44,7 @@ class OpenEnv(TextEnvironment):
         observation: str | None = None,
         reset: Mapping[str, Any] | None = None,
         unscored: float | None = None,
-        open_seconds: float = 600.0,
+        reset_seconds: float = 600.0,
     ) -> None:
         client = installed("websockets.asyncio.client", "an OpenEnv server needs websockets", "'valor-rl[agents]'")
         parts = urlsplit(url)
@@ -53,9 +53,9 @@ class OpenEnv(TextEnvironment):
         self._url = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
         self._connect, self._socket = client.connect, None
         self._action, self._fields, self._observation = action, dict(action_fields or {}), observation
-        self._reset, self.open_seconds, self._score = dict(reset or {}), open_seconds, unscored
+        self._reset, self.reset_seconds, self._score = dict(reset or {}), reset_seconds, unscored
 
-    async def open(self, row: Mapping[str, Any]) -> str:
+    async def reset(self, row: Mapping[str, Any]) -> str:
         data = {"seed": row_number(row), **self._reset}
         while True:
             self._socket = await self._connect(self._url, max_size=_MAX_BYTES, proxy=None)

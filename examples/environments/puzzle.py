@@ -6,7 +6,7 @@ Needs `pip install 'valor-rl[reasoning]'`; rows by `valor data prepare reasoning
 from collections.abc import Mapping
 from typing import Any
 
-from valor.agents.environment import Step, TextEnvironment
+from valor.agents.env import Env, Step
 from valor.errors import UserError
 from valor.rewards.reasoning_gym import PREFIX, grade
 from valor.user_files import installed
@@ -14,7 +14,7 @@ from valor.user_files import installed
 _FEEDBACK = "That answer is not right. Try again, and give the final answer inside <answer> </answer>."
 
 
-class ReasoningGym(TextEnvironment):
+class ReasoningGym(Env):
     """A puzzle of the task `task`: one of its rows.
 
     At most `tries` answers, each judged by the task's own `score_answer`; after one that is not worth 1, `feedback` is
@@ -28,7 +28,7 @@ class ReasoningGym(TextEnvironment):
         self._source, self._left, self._feedback, self._last = PREFIX + task, tries, feedback, 0.0
         self._row: Mapping[str, Any] = {}
 
-    def open(self, row: Mapping[str, Any]) -> None:
+    def reset(self, row: Mapping[str, Any]) -> None:
         self._row = row
 
     def step(self, text: str) -> Step:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from valor.agents.chat import Message
-from valor.agents.environment import Step, TextEnvironment
+from valor.agents.env import Env, Step
 from valor.errors import UserError
 from valor.user_files import installed
 
@@ -21,7 +21,7 @@ class _Config(dict[str, Any]):
         return _Config(self[name]) if isinstance(self[name], dict) else self[name]
 
 
-class SkyRLGym(TextEnvironment):
+class SkyRLGym(Env):
     """The environment `name`, such as gsm8k_multi_turn; a name may be `package.module:ID`, whose import registers it.
 
     `env_config` is the environment's own; further arguments join the row's columns in its `extras`. UserError: it is
@@ -38,7 +38,7 @@ class SkyRLGym(TextEnvironment):
         self._environment: Any = None
         self._config, self._extras = _Config(env_config or {}), extras
 
-    def open(self, row: Mapping[str, Any]) -> list[Message]:
+    def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """The environment gets the columns of SkyRL's data sets, which have the truth in `reward_spec` or
         `reward_model`."""
         columns, truth = dict(row["extra_info"]), {"method": "rule", "ground_truth": row["ground_truth"]}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from valor.agents.environment import Step, TextEnvironment, row_number
+from valor.agents.env import Env, Step, row_number
 from valor.errors import UserError, did_you_mean
 from valor.rewards.answers import after_thinking
 from valor.user_files import installed
@@ -14,7 +14,7 @@ from valor.user_files import installed
 _DRAWING = threading.Lock()
 
 
-class TextArena(TextEnvironment):
+class TextArena(Env):
     """The game `game`, such as Wordle-v0, drawn by `extra_info.seed`, or the row's number.
 
     Further arguments are the game's. UserError: TextArena is not installed, there is no such game, or it is not one for
@@ -31,7 +31,7 @@ class TextArena(TextEnvironment):
         self._env: Any = None
         self._random: Any = None
 
-    def open(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Mapping[str, Any]) -> str:
         seed = row_number(row)
         self._random = random.Random(seed).getstate()
         with self._own_random():

@@ -1,10 +1,10 @@
 """An environment whose outcome is what it has drawn, shown to a critic alone."""
 
-from valor.agents.environment import Step, TextEnvironment
+from valor.agents.env import Env, Step
 
 
-class Drawn(TextEnvironment):
-    def open(self, row):
+class Drawn(Env):
+    def reset(self, row):
         self.digit = row["episode_key"][2] % 10
         self.hidden = {"drawn": self.digit}
 
@@ -13,6 +13,6 @@ class Drawn(TextEnvironment):
 
 
 class Rewritten(Drawn):
-    def open(self, row):
-        super().open(row)
+    def reset(self, row):
+        super().reset(row)
         return "?"

@@ -39,12 +39,13 @@ class Hardest:
 DIFFICULTY = ["data.sampler.difficulty.enable=true", "data.train_max_samples=12"]
 
 
-@pytest.mark.parametrize("kind", ["difficulty", "own", "filtered"])
+@pytest.mark.parametrize("kind", ["difficulty", "own", "filtered", "predicted"])
 def test_a_resumed_run_draws_what_the_whole_one_drew(overrides, tmp_path: Path, kind: str) -> None:
     (tmp_path / "own.py").write_text(OWN)
     more = {
         "difficulty": DIFFICULTY,
         "own": [f"data.sampler.class_path={tmp_path}/own.py", "data.sampler.class_name=Hardest"],
+        "predicted": [*DIFFICULTY, "data.sampler.difficulty.predictor=critic"],
         "filtered": [*DIFFICULTY, "algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4"],
     }[kind]
     more += ["trainer.save_freq=2", "trainer.test_freq=-1", "data.val_files=null", "trainer.log_generations=8"]
@@ -67,6 +68,8 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(overrides, tmp_path: Path, 
             assert sum(row[key] for key in pools if key.endswith("/rows")) == 12
             drawn = sum(row[key] for key in pools if key.endswith("/drawn"))
             assert drawn == (row["training/filter_groups/prompts"] if kind == "filtered" else 8)
+    if kind == "predicted":
+        assert any("sampler/predictor/error" in row for row in whole)
     last = whole[-1]
     assert last["sampler/new/rows"] < 4 and any(key.endswith("/zero_variance") for key in last)
 

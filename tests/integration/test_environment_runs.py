@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples/environments"
 ENTRY = json.dumps({"question": "?", "answer": "12", "metadata": {"source_dataset": "leg_counting"}})
 OWN = '''
-from valor.agents import TextEnvironment
+from valor.agents import Env
 
-class Short(TextEnvironment):
+class Short(Env):
     """Prefers turns of few characters."""
 
     def __init__(self, most):

@@ -12,14 +12,13 @@ from typing import Any
 import yaml
 
 from valor.agents.chat import Chat
-from valor.agents.environment import EnvironmentLoop
+from valor.agents.env_loop import EnvLoop
 from valor.agents.episode import Episode, Turn
 from valor.agents.formats import valid_text
 from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import LOOPS, AgentLoop, Limits, LoopContext, Task
 from valor.agents.runner import EpisodeRunner
 from valor.agents.search_loop import SearchLoop
-from valor.agents.tool_loop import ToolLoop
 from valor.agents.tool_runner import exception_text
 from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
@@ -28,7 +27,7 @@ from valor.rollout.base import Span
 from valor.user_files import load_object
 
 TOOLS_FILE = "tools.json"
-BUILT_IN = (ToolLoop, SearchLoop, EnvironmentLoop, GatewayLoop, VerlLoop)  # importing them registers their names
+BUILT_IN = (EnvLoop, SearchLoop, GatewayLoop, VerlLoop)  # importing them registers their names
 _KEY = "actor_rollout_ref.rollout.agent"
 
 Schemas = Sequence[Mapping[str, Any]]

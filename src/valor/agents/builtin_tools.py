@@ -1,4 +1,4 @@
-"""Tools that come with Valor, by name in a tools file: Python in the sandbox, search, those of MCP servers."""
+"""Tools that come with Valor, by name in a tools file: Python in the sandbox, search, sub-agents, MCP servers'."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from typing import Any
 
 from valor.agents.mcp_tools import mcp_tools
 from valor.agents.search.client import SearchFailed, open_retriever, results_text
+from valor.agents.sub_agent import make_sub_agent
 from valor.agents.tools import ToolError, ToolResult
 from valor.errors import UserError
 from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
@@ -89,5 +90,10 @@ def make_search(enable_global_rate_limit: bool = True, **config: Any) -> Callabl
     return search
 
 
-BUILTIN_TOOLS: dict[str, Callable[..., Any]] = {"python": make_python, "search": make_search, "mcp": mcp_tools}
+BUILTIN_TOOLS: dict[str, Callable[..., Any]] = {
+    "python": make_python,
+    "search": make_search,
+    "mcp": mcp_tools,
+    "sub_agent": make_sub_agent,
+}
 """Each makes a function, or several FunctionTools, from the `config` of its entry in a tools file."""

@@ -233,6 +233,7 @@ def episode_metrics(batch: Batch) -> dict[str, Any]:
     errors = [call["error"] for call in calls if call["error"] is not None]
     ends = [batch.objects["finish_reason"][row] for row in firsts]
     policy_tokens = batch["response_mask"].sum()
+    asides = [info.get("sub_agents", ()) for info in infos]
     cuts = [cut for info in infos for cut in info.get("compactions", ())]
     compactions = {"compactions": len(cuts), "compacted_tokens": sum(cut["tokens"] for cut in cuts)}
     sums = {
@@ -242,6 +243,7 @@ def episode_metrics(batch: Batch) -> dict[str, Any]:
         "policy_tokens": float(policy_tokens),
         "observation_tokens": float(batch["response_lengths"].sum() - policy_tokens),
         **(compactions if any("compactions" in info for info in infos) else {}),
+        **({"sub_agents": sum(map(len, asides))} if any(asides) else {}),
         "tool_calls": len(calls),
         "tool_errors": len(errors),
         "tool_seconds": sum(call["seconds"] for call in calls),

@@ -1,5 +1,6 @@
 """Loops: who carries an episode from turn to turn."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
@@ -61,6 +62,9 @@ class Play:
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
         self._said: dict[str, str] = {}
+        self.alone = asyncio.Lock()
+        self.asides: list[dict[str, int]] = []
+        """What sub-agents said: numbers of their first and last turns."""
         self.cuts: list[dict[str, int]] | None = None
         """Where rows were cut: number of the turn that is the summary, and tokens that the policy reads less after it.
         None: rows are not cut."""
@@ -72,8 +76,8 @@ class Play:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy without its summaries."""
-        return len(self.turns) - len(self.cuts or ())
+        """Turns of the policy without its summaries and its sub-agents'."""
+        return len(self.turns) - len(self.cuts or ()) - sum(one["last"] - one["first"] + 1 for one in self.asides)
 
     async def turn(self, *, most: int | None = None, stop: StopTexts | None = None) -> Output:
         """Let the policy speak, in at most `most` tokens."""
@@ -115,16 +119,36 @@ class Play:
         self.cuts = [*(self.cuts or ()), cut]
         return True
 
+    def leave(self, prompt_ids: Sequence[int]) -> Callable[[], None] | None:
+        """Go on in a row of a sub-agent with this prompt, until the function that is returned is called: then the
+        present row goes on, all of it as a prompt. None: as False of `new_row`."""
+        row, row_prompt, observed, new_prompt = self.row, self._row_prompt, self._observed, self._new_prompt
+        first = len(self.turns) + 1
+        if not self.new_row(prompt_ids):
+            return None
+
+        def back() -> None:
+            self.row, self._row_prompt, self._observed, self._new_prompt = row, row_prompt, observed, new_prompt
+            if len(self.turns) < first:
+                return
+            self._observed, self._new_prompt = (), row
+            self.asides.append({"first": first, "last": len(self.turns)})
+            self._said |= {str(number): "" for number in range(first, len(self.turns) + 1)}
+
+        return back
+
     def say(self, text: str) -> None:
         """What graders read of the last turn, if that is not all of it: its text without its calls."""
         self._said[str(len(self.turns))] = text
 
-    def reward(self, reward: float) -> None:
-        self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+    def reward(self, reward: float, turn: int = 0) -> None:
+        """Add to the reward of a turn, by its number, or of the last one."""
+        self.turns[turn - 1] = replace(self.turns[turn - 1], reward=self.turns[turn - 1].reward + reward)
 
     def end(self, reason: EpisodeEnd, outcome: float | None = None, info: Mapping[str, Any] | None = None) -> Episode:
         info = {**(info or {}), **({"said": self._said} if self._said else {})}
         info |= {} if self.cuts is None else {"compactions": self.cuts}
+        info |= {"sub_agents": self.asides} if self.asides else {}
         return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info)
 
 

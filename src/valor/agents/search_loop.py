@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from valor.agents.env_loop import call_record
 from valor.agents.episode import Episode
 from valor.agents.formats import ToolCall, valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.agents.search.client import SearchFailed, documents_text, open_retriever
-from valor.agents.tool_loop import call_record
 from valor.agents.tools import ToolResult
 from valor.rewards.search_r1 import INVALID_ACTION
 

@@ -1,6 +1,5 @@
 """Tools by the paths in a configuration: a tools file in verl's form, functions of a file, a class of environments."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
-from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
+from valor.agents.tool_sources import FunctionTool, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
 from valor.errors import UserError, did_you_mean
@@ -28,21 +27,13 @@ class _ToolsFile(BaseModel):
     tools: list[_Entry] = Field(min_length=1)
 
 
-def load_sources(
-    tool_config_path: str | None = None,
-    function_tool_path: str | None = None,
-    environment: str | None = None,
-    environment_kwargs: Mapping[str, Any] | None = None,
-) -> list[ToolSource]:
+def load_sources(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[ToolSource]:
     """The tools that a configuration names. Raises UserError for files, entries and classes that cannot be used."""
     sources: list[ToolSource] = []
     if tool_config_path is not None:
         sources += _load_tools_file(tool_config_path)
     if function_tool_path is not None:
         sources.append(function_source(load_function_tools(function_tool_path)))
-    if environment is not None:
-        cls = load_object(environment, "rollout.agent.environment")
-        sources.append(environment_source(cls, environment_kwargs or {}))
     return sources
 
 

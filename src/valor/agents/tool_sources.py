@@ -1,6 +1,5 @@
-"""Tools from plain Python: functions, and the public methods of an environment of which each episode has an object."""
+"""Tools from plain Python functions."""
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,11 +10,9 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from valor.agents.formats import Schema
-from valor.agents.tool_runner import release
-from valor.agents.tools import Toolbox, ToolSource, as_text, name_of
+from valor.agents.tools import Toolbox, ToolSource, name_of
 from valor.errors import UserError
 
-_NO_TOOLS = ("reset", "get_reward", "close")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -36,65 +33,16 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
     @asynccontextmanager
     async def episode(toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[None]:
         async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+            if name in toolbox.sub_agents:
+                return await by_name[name].function.plays(toolbox, **arguments)  # type: ignore[attr-defined]
             return by_name[name].convert(await toolbox.run(by_name[name].function, arguments, name=name))
 
         toolbox.calls |= {name: partial(call, name) for name in names}
+        toolbox.sub_agents |= {name for name in names if hasattr(by_name[name].function, "plays")}
         yield
 
     readers = frozenset(name for name, tool in by_name.items() if getattr(tool.function, "takes_kwargs", False))
     return ToolSource([tool.schema for tool in tools], episode, takes_kwargs=readers)
-
-
-def environment_source(environment: type, kwargs: Mapping[str, Any] | None = None) -> ToolSource:
-    """A class of environments, in the shape of TRL's `environment_factory`.
-
-    `__init__` takes `kwargs`; `reset(**row)` begins the episode and may return a text for the policy to read;
-    `get_reward() -> float` and `close()` are optional; every other public method is a tool. Methods may be coroutine
-    functions; those of one instance never overlap. Raises UserError for a class of another shape.
-    """
-    name = environment.__name__
-    if not callable(getattr(environment, "reset", None)):
-        raise UserError(f"environment {name} has no method reset(): it begins an episode, and takes a row's columns")
-    try:
-        inspect.signature(environment).bind(**(kwargs or {}))
-    except TypeError as error:
-        raise UserError(f"environment {name} cannot be made with these environment_kwargs: {error}") from None
-    methods = inspect.getmembers(environment, inspect.isroutine)
-    schemas = [schema_of(method) for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
-    if not schemas:
-        raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-    return ToolSource(
-        schemas, partial(_environment_episode, environment, kwargs or {}), hasattr(environment, "get_reward")
-    )
-
-
-@asynccontextmanager
-async def _environment_episode(
-    environment: type, kwargs: Mapping[str, Any], toolbox: Toolbox, row: Mapping[str, Any], names: Sequence[str]
-) -> AsyncIterator[None]:
-    """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
-    instance = await toolbox.run(environment, kwargs, name=environment.__name__)
-    lock = asyncio.Lock()
-
-    async def call(name: str, arguments: Mapping[str, Any]) -> Any:
-        return await toolbox.run(getattr(instance, name), arguments, name=name, lock=lock)
-
-    async def reward() -> float:
-        return float(await call("get_reward", {}))
-
-    try:
-        columns = {**(row.get("extra_info") or {}), **row}
-        parameters = inspect.signature(instance.reset).parameters
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            columns = {name: value for name, value in columns.items() if name in parameters}
-        text = await call("reset", columns)
-        toolbox.openings.append("" if text is None else as_text(text))
-        toolbox.calls |= {name: partial(call, name) for name in names}
-        toolbox.judges += [reward] if hasattr(environment, "get_reward") else []
-        yield
-    finally:
-        if hasattr(environment, "close"):
-            await release(call("close", {}))
 
 
 def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:

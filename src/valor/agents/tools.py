@@ -40,8 +40,8 @@ class ToolResult:
 
 
 class ToolSource(NamedTuple):
-    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode. `takes_kwargs`: those
-    for which a row may have `tools_kwargs`.
+    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode. `always`: rows
+    that select none of them have them too. `takes_kwargs`: those for which a row may have `tools_kwargs`.
 
     `episode(toolbox, row, names)` puts the tools `names` into the toolbox of a row's episode, and releases them at its
     end.
@@ -50,6 +50,7 @@ class ToolSource(NamedTuple):
     schemas: list[Schema]
     episode: Callable[["Toolbox", Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[None]]
     judges: bool = False
+    always: bool = False
     takes_kwargs: frozenset[str] = frozenset()
 
 
@@ -77,7 +78,10 @@ class Toolbox:
 
     `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
     `calls` (by name, from arguments to a ToolResult, a text or what JSON shows; may raise ToolFailed), `openings`
-    (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit.
+    (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit. An
+    environment sets `messages` (None: the row's), `hidden` (what only a critic reads), `step` and `heard` (its methods;
+    None: it has none of its own). A loop sets `chat`, `play` (the episode) and `converse(talk, toolbox, most_turns)`,
+    by which the tools named in `sub_agents` play conversations of their own.
     """
 
     def __init__(self, toolset: Toolset) -> None:
@@ -85,8 +89,16 @@ class Toolbox:
         self._sources = toolset.sources
         self.run = partial(run_tool, seconds=toolset.limits.tool_timeout)
         self.calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
-        self.judges: list[Callable[[], Awaitable[float]]] = []
+        self.judges: list[Callable[[], Awaitable[float | None]]] = []
         self.openings: list[str] = []
+        self.messages: list[Mapping[str, Any]] | None = None
+        self.hidden: Mapping[str, Any] = {}
+        self.step: Callable[[str], Awaitable[Any]] | None = None
+        self.heard: Callable[[str], Awaitable[Any]] | None = None
+        self.chat: Any = None
+        self.play: Any = None
+        self.converse: Callable[..., Awaitable[Any]] | None = None
+        self.sub_agents: set[str] = set()
         self._open = AsyncExitStack()
 
     async def open(self, row: Mapping[str, Any]) -> str | None:
@@ -106,7 +118,8 @@ class Toolbox:
             raise UserError(f"extra_info.tools_kwargs: '{unread[0]}' is a function or a method, which takes none")
         self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         for source in self._sources:
-            if names := [name for name in map(name_of, source.schemas) if name in selected]:
+            names = [name for name in map(name_of, source.schemas) if name in selected]
+            if names or source.always:
                 await self._open.enter_async_context(source.episode(self, row, names))
         return valid_text("\n".join(filter(None, self.openings))) or None
 
@@ -125,8 +138,8 @@ class Toolbox:
         return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
 
     async def rewards(self) -> float | None:
-        """The sum of the tools' rewards for the episode; None: none of them ever gives one. Raises EpisodeFailed."""
-        rewards = [await judge() for judge in self.judges]
+        """The sum of the rewards for the episode; None: nobody gives one. Raises EpisodeFailed."""
+        rewards = [reward for judge in self.judges if (reward := await judge()) is not None]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
+from valor.agents.taskset import taskset_of_run
 from valor.config import DataConfig, PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.curriculum import training_sampler
@@ -32,13 +33,14 @@ class RunInputs:
 
     def __init__(self, config: PPOConfig) -> None:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
+        self._config = config
         self.tokenizer = load_policy_tokenizer(config)
         self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
         self._data = data
         self._tools_of = None if self.agents is None else self.agents.schemas_of
         self._images = load_images(config, self.tokenizer) if data.image_key is not None else None
         self.train = self._prompts(data, "train")
-        self.val = self._prompts(data, "val") if data.val_files else None
+        self.val = self._prompts(data, "val") if data.has_validation else None
         answers = {"tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
         splits = [rows for rows in (self.train, self.val) if rows is not None]
         parts = answers | parts_of(row.messages for rows in splits for row in rows)
@@ -82,13 +84,21 @@ class RunInputs:
 
     def validation_prompts(self, files: Sequence[str]) -> PromptDataset:
         """All prompts of files beside those of the run. UserError: a bad row, or one without a grader."""
-        data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
+        data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1, "taskset": None})
         prompts = self._prompts(data, "val")
         self._check_graded(prompts)
         return prompts
 
     def _prompts(self, data: DataConfig, split: Literal["train", "val"]) -> PromptDataset:
-        return PromptDataset(data, self.tokenizer, split, self._tools_of, self._images)
+        if data.taskset is None:
+            return PromptDataset(data, self.tokenizer, split, self._tools_of, self._images)
+        tasks, held_out = taskset_of_run(self._config).rows, data.val_tasks
+        first = len(tasks) - held_out
+        if first < 1:
+            raise UserError(f"data.val_tasks={held_out} leaves none of the {len(tasks)} tasks to train on: lower it")
+        data = data.model_copy(update={"train_max_samples": -1, "val_max_samples": -1})
+        records = tasks[:first] if split == "train" else tasks[first:]
+        return PromptDataset(data, self.tokenizer, split, self._tools_of, self._images, records)
 
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import PathList, PathStr, Section, Seed, Share, inherits, key, section
 
@@ -52,6 +52,9 @@ class DifficultyConfig(Section):
     smoothing: Share = key(0.5, ".enable")
     """Share of its earlier pass rate in that of a row that is answered again."""
 
+    predictor: Literal["none", "critic"] = key("none", ".enable")
+    """critic: pass rates of rows without answers are the critic's values of their prompts (rewards from 0 to 1)."""
+
     def contradictions(self, at: str) -> Iterator[str]:
         if sorted(set(self.thresholds)) != self.thresholds:
             yield f"{at}thresholds={self.thresholds} must ascend"
@@ -76,8 +79,22 @@ class PromptSamplerConfig(Section):
             yield f"{at}class_path and {at}difficulty.enable are two samplers: drop one"
 
 
-class DataConfig(FilesConfig):
+_FROM_FILES = {"data.taskset=null": "a task set brings its prompts"}
+
+
+class DataConfig(
+    FilesConfig,
+    train_files=key(["~/data/gsm8k/train.parquet"], _FROM_FILES),
+    val_files=key(None, _FROM_FILES),
+):
     """Prompts: where they are, how they are read, how many go into a step."""
+
+    taskset: str | None = None
+    """Tasks with prompts, tools and reward: a task set of verifiers, or file.py:Class."""
+    taskset_kwargs: dict[str, Any] = key({}, ".taskset")
+    """Its arguments; of verifiers, the fields of its config."""
+    val_tasks: NonNegativeInt = key(0, ".taskset")
+    """Hold out so many tasks at its end for validation."""
 
     custom_cls: CustomClsConfig = section(CustomClsConfig)
     sampler: PromptSamplerConfig = section(PromptSamplerConfig)
@@ -108,6 +125,13 @@ class DataConfig(FilesConfig):
     truncation: Truncation = "error"
     """What happens to a prompt that is too long and was not filtered: stop, or cut that part."""
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are validation prompts."""
+        return bool(self.val_tasks if self.taskset is not None else self.val_files)
+
     def contradictions(self, at: str) -> Iterator[str]:
+        if self.taskset is not None and self.custom_cls.path is not None:
+            yield f"{at}taskset and {at}custom_cls.path both bring the prompts: drop one"
         if self.sampler.difficulty.enable and not self.shuffle:
             yield f"{at}shuffle=false keeps rows in order, and {at}sampler.difficulty draws them: drop one"

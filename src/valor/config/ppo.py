@@ -91,9 +91,9 @@ class PPOConfig(Section):
     def _loops(self) -> dict[str, str]:
         """The loops that keys switch on, each with the setting that does."""
         rollout = self.actor_rollout_ref.rollout
-        environment = None if rollout.multi_turn.enable else rollout.agent.environment  # its methods are tools
+        environment = None if rollout.multi_turn.enable else rollout.agent.environment or self.data.taskset
         settings = {
-            "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
+            "environment_agent": environment and f"the environment {environment}",
             "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",
             "search_agent": self.do_search and "do_search=true",
         }
@@ -128,8 +128,12 @@ class PPOConfig(Section):
         ):
             yield from check()
         for name in ("val_only", "keep_best"):
-            if getattr(self.trainer, name) and self.data.val_files is None:
+            if getattr(self.trainer, name) and not self.data.has_validation:
                 yield f"trainer.{name}=true needs validation prompts: set data.val_files"
+        environment = self.actor_rollout_ref.rollout.agent.environment
+        if self.data.taskset is not None and environment is not None:
+            other = f"actor_rollout_ref.rollout.agent.environment={environment}"
+            yield f"data.taskset={self.data.taskset} and {other} both play the episodes: drop one"
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -277,7 +281,7 @@ class PPOConfig(Section):
     @property
     def uses_graders(self) -> bool:
         """Whether some samples are scored by a grader."""
-        return not self.reward.reward_model.replaces_rule or self.data.val_files is not None
+        return not self.reward.reward_model.replaces_rule or self.data.has_validation
 
     @property
     def ref_has_weights(self) -> bool:

@@ -22,7 +22,8 @@ from valor.config.base import (
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
-_TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
+_ENV = f"data.taskset or {_AGENT}.environment"
+_TURNS = f".enable or {_ENV} or {_AGENT}.default_agent_loop=environment_agent"
 _PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 
 
@@ -96,17 +97,17 @@ class MultiTurnConfig(Section):
     """YAML file that lists tools: class_name, config, tool_schema."""
     function_tool_path: PathStr | None = key(None, {".enable": "", **_PLAYED})
     """Python file whose functions with @function_tool are tools."""
-    max_parallel_calls: PositiveInt = key(1, ".enable")
+    max_parallel_calls: PositiveInt = key(1, f".enable or {_ENV}")
     """Most calls of one turn that are answered; further ones are told so."""
-    max_tool_response_length: PositiveInt = key(256, ".enable")
+    max_tool_response_length: PositiveInt = key(256, f".enable or {_ENV}")
     """Longest result of a tool in characters; what is longer is cut."""
-    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", f".enable or {_ENV}")
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, f"{_TURNS} or do_search")
     """Seconds that one call of a tool, a search, or a call of a text environment may take."""
-    max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
+    max_tool_error_ratio: Share = key(1.0, f".enable or {_ENV} or do_search")
     """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
-    format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
+    format: str = key("hermes", f".enable or {_ENV} or {_AGENT}.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
 
     @property
@@ -160,7 +161,7 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = key(None, _PLAYED)
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """Class, as file.py:Class: a TextEnvironment, or, with multi_turn.enable, one whose public methods are tools."""
+    """Class, as file.py:Class: an Env, or one whose public methods are tools."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
     compaction: CompactionConfig = section(CompactionConfig)
@@ -208,7 +209,7 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Old and reference log-probs: most tokens (padding included) in a micro-batch of one process."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
+    val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files or data.val_tasks")
     checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
     server: ServerConfig = section(ServerConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)

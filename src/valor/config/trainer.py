@@ -25,7 +25,7 @@ class RunConfig(Section):
     """Length in steps; null is total_epochs."""
     save_freq: CountOrOff = -1
     """Checkpoint every so many steps (and after the last); -1 or 0 after the last alone."""
-    test_freq: CountOrOff = key(-1, "data.val_files or data.val_share")
+    test_freq: CountOrOff = key(-1, "data.val_files or data.val_share or data.val_tasks")
     """Validate every so many steps (and after the last); -1 or 0 after the last alone."""
     max_ckpt_to_keep: PositiveInt | None = None
     """Keep the newest checkpoints; null keeps all."""
@@ -124,7 +124,7 @@ class TrainerConfig(RunConfig):
     """local runs all roles in this process; ray in processes of their own; auto takes local for one CPU process."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic is trained."""
-    val_before_train: bool = key(True, "data.val_files")
+    val_before_train: bool = key(True, "data.val_files or data.val_tasks")
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
@@ -132,7 +132,7 @@ class TrainerConfig(RunConfig):
     """Training samples (whole episodes) per step to keep, with each token's value and advantage."""
     console_sample_freq: CountOrOff = key(10, ".log_generations")
     """Print a training sample with its score in every so manyth step, from the first on; -1 or 0 prints none."""
-    log_val_generations: NonNegativeInt = key(0, "data.val_files")
+    log_val_generations: NonNegativeInt = key(0, "data.val_files or data.val_tasks")
     """Validation samples to log."""
     trace_generations: NonNegativeInt = 0
     """Samples of a step, and of a validation, that services of trainer.logger get, with each token's value."""
@@ -140,7 +140,7 @@ class TrainerConfig(RunConfig):
     """Write every step's rollouts to this folder as jsonl."""
     episode_data_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
     """Record the episodes of every step and validation in this folder, to read and to replay (agent.replay_dir)."""
-    validation_data_dir: PathStr | None = key(None, "data.val_files")
+    validation_data_dir: PathStr | None = key(None, "data.val_files or data.val_tasks")
     """Write every validation's samples to this folder as jsonl."""
     keep_best: bool = False
     """Keep the checkpoint with the best validation score besides the newest ones."""

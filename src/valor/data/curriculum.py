@@ -44,20 +44,36 @@ class DifficultySampler(PromptSampler):
         super().__init__(num_rows, batch_size, seed=seed)
         self._options = options
         self._rates: dict[int, float] = {}
+        self._predicted: dict[int, float] = {}  # of rows without answers
         self._weights = np.full(num_rows, options.new_weight)
         ends = [f"{end:g}" for end in (0.0, *options.thresholds, 1.0)]
         self._pools = [*map("-".join, pairwise(ends)), "new"]
 
     def next_batch(self) -> list[int]:
         """The rows with the smallest exponential variates, their rates the weights (Efraimidis and Spirakis 2006)."""
-        uniform = ((words(self.num_rows, self.seed, self.position, DIFFICULTY_STREAM) >> 11) + 0.5) * 2.0**-53
+        rows = self._next_rows()[: self.batch_size].tolist()
         self.epoch = self.position // self.num_rows
         self.position += self.batch_size
-        return np.argsort(-np.log(uniform) / self._weights, kind="stable")[: self.batch_size].tolist()
+        return rows
+
+    def unknown(self, most: int) -> list[int]:
+        """Rows without answers, at most so many, in the order in which the next draw would take them."""
+        return [row for row in self._next_rows().tolist() if row not in self._rates][:most]
+
+    def predict(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        """Weigh rows without answers by these pass rates."""
+        for row, rate in zip(rows, rates, strict=True):
+            self._predicted[row] = min(max(rate, 0.0), 1.0)
+            self._weights[row] = self._options.weights[bisect_right(self._options.thresholds, self._predicted[row])]
+
+    def _next_rows(self) -> np.ndarray:
+        uniform = ((words(self.num_rows, self.seed, self.position, DIFFICULTY_STREAM) >> 11) + 0.5) * 2.0**-53
+        return np.argsort(-np.log(uniform) / self._weights, kind="stable")
 
     def update(self, outcomes: Batch) -> dict[str, float]:
         """Metrics by pool (`sampler/LOW-HIGH/*`, `sampler/new/*`), by the pass rates before these outcomes: `drawn`
-        prompts, `zero_variance`, the share of these whose samples all have one score, and `rows` of the data after."""
+        prompts, `zero_variance`, the share of these whose samples all have one score, and `rows` of the data after.
+        `sampler/predictor/error`: mean difference of predicted and first pass rates."""
         groups: dict[str, list[int]] = {}
         for i, uid in enumerate(outcomes.objects["uid"]):
             groups.setdefault(uid, []).append(i)
@@ -69,23 +85,26 @@ class DifficultySampler(PromptSampler):
             drawn[pool] += 1
             equal[pool] += bool(scores.min() == scores.max())
             rates.append((row, float(outcomes["correct"][samples].double().mean())))
+        errors = [abs(self._predicted.pop(row) - rate) for row, rate in rates if row in self._predicted]
         for row, rate in rates:
             self._set(row, rate + self._options.smoothing * (self._rates.get(row, rate) - rate))
         rows = np.bincount([self._pool(row) for row in self._rates], minlength=len(self._pools))
         rows[-1] = self.num_rows - len(self._rates)
-        metrics = {}
+        metrics = {"sampler/predictor/error": sum(errors) / len(errors)} if errors else {}
         for name, count, same, size in zip(self._pools, drawn, equal, rows.tolist(), strict=True):
             metrics |= {f"sampler/{name}/drawn": float(count), f"sampler/{name}/rows": float(size)}
             metrics |= {f"sampler/{name}/zero_variance": same / count} if count else {}
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "rates": [*self._rates.items()]}
+        predicted = {"predicted": [*self._predicted.items()]} if self._options.predictor != "none" else {}
+        return {**super().state_dict(), "rates": [*self._rates.items()], **predicted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         for row, rate in state["rates"]:
             self._set(row, rate)
+        self.predict(*zip(*state.get("predicted", ()), strict=True) if state.get("predicted") else ((), ()))
 
     def _pool(self, row: int) -> int:
         return bisect_right(self._options.thresholds, self._rates[row]) if row in self._rates else -1
@@ -104,7 +123,7 @@ class ClassSampler(PromptSampler):
 
     def __init__(self, data: DataConfig, rows: PromptDataset, batch_size: int) -> None:
         super().__init__(len(rows), batch_size, seed=data.seed)
-        self._name = f"{data.sampler.class_path}:{data.sampler.class_name}"
+        self._name = f"{str(data.sampler.class_path).removeprefix('pkg://')}:{data.sampler.class_name}"
         cls = load_object(self._name, _KEY)
         self._object = self._call("the class", partial(cls, data_source=rows, data_config=data))
         self._learns = hasattr(self._object, "update")
@@ -172,7 +191,24 @@ class ClassSampler(PromptSampler):
         return UserError(f"{_KEY}: {self._name} {problem}")
 
 
-def outcomes(rows: PromptDataset, judged: Sequence[tuple[str, Any]]) -> Batch:
+class Outcomes(Batch):
+    """A batch that classes for verl's DataProto can read too: its scores and the `index` of rows in the data."""
+
+    @property
+    def batch(self) -> dict[str, torch.Tensor]:
+        scores = self["scores"][:, None]
+        return {**self.tensors, "token_level_scores": scores, "token_level_rewards": scores}
+
+    @property
+    def non_tensor_batch(self) -> dict[str, np.ndarray]:
+        return {
+            "uid": np.array(self.objects["uid"], dtype=object),
+            "index": self["row"].numpy(),
+            "acc": self["correct"].numpy(),
+        }
+
+
+def outcomes(rows: PromptDataset, judged: Sequence[tuple[str, Any]]) -> Outcomes:
     """What samplers learn from, E samples that could be graded: `row` [E], the prompt's number in the data set,
     `scores` [E], `correct` [E]; objects `uid`, the same of samples that are compared. judged: the uid and the
     RewardResult of each."""
@@ -181,4 +217,4 @@ def outcomes(rows: PromptDataset, judged: Sequence[tuple[str, Any]]) -> Batch:
         "scores": torch.tensor([result.score for _, result in judged], dtype=torch.float32),
         "correct": torch.tensor([result.correct for _, result in judged], dtype=torch.bool),
     }
-    return Batch(columns, {"uid": [uid for uid, _ in judged]})
+    return Outcomes(columns, {"uid": [uid for uid, _ in judged]})

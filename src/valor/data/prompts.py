@@ -54,6 +54,7 @@ class PromptDataset(Sequence[PromptRow]):
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
     ones. `tools_of`: in a run with agents, the tools that the template describes to a row with this extra_info, instead
     of the row's own. `images`: reads the rows' images, in a run that has `data.image_key`; their prompts are never cut.
+    `records`: the rows of a task set, in place of files.
     """
 
     def __init__(
@@ -63,10 +64,13 @@ class PromptDataset(Sequence[PromptRow]):
         split: Literal["train", "val"] = "train",
         tools_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
         images: ImageFiles | None = None,
+        records: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
-        if data.custom_cls.path is None:
+        if records is not None:
+            rows = [parse_row(record, f"{data.taskset}, task {i}") for i, record in enumerate(records)]
+        elif data.custom_cls.path is None:
             rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.image_key)
         else:
             rows = rows_of_class(data, tokenizer, limit, paths or [], images and images.processor)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valor.agents.environment import Step, TextEnvironment
+from valor.agents.env import Env, Step
 from valor.lab import arithmetic
 
 DATA_SOURCE = "valor/luck"
 PROBLEMS, TEACHER = "choices among random events", "chooses right in six of ten"
-ANSWERS = "3, 7, 2 and 3 again are repeated, but the last: a says that it is in the lower half of the digits, b the upper."
+ANSWERS = "A digit and two random ones are repeated; then the first is told again, and a or b says which half it is in."
 """How `valor demo` and its report speak of the task."""
 DIGITS = range(10)
 RANDOM_DIGITS = 2
@@ -37,10 +37,10 @@ class DataFiles(arithmetic.DataFiles):
     measured = "right choices in {} episodes"
 
 
-class Luck(TextEnvironment):
+class Luck(Env):
     """One episode. `luck` of the row's extra_info: standard deviation of what the random digits add to the outcome."""
 
-    def open(self, row: Mapping[str, Any]) -> None:
+    def reset(self, row: Mapping[str, Any]) -> None:
         draw = random.Random(str(row["episode_key"]))
         digits = [draw.choice(DIGITS) for _ in range(RANDOM_DIGITS)]
         self._messages = [*map(str, digits), row["messages"][-1]["content"]]

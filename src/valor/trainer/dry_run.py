@@ -57,7 +57,8 @@ def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]
     """Each stage alone, so that a mistake in one hides none in another; then all together, as the run has them."""
     yield partial(_check_folder, Path(config.trainer.default_local_dir))
     if not isinstance(config, CriticRunConfig):
-        for path in [*config.data.train_files, *(config.data.val_files or [])]:
+        from_files = getattr(config.data, "taskset", None) is None
+        for path in [*config.data.train_files, *(config.data.val_files or [])] if from_files else ():
             yield lambda path=path: next(read_records(path, optional=()))
         yield partial(_check_batch, config)
     if isinstance(config, PPOConfig):
@@ -96,13 +97,14 @@ def _on_few_rows(config: Any) -> Any:
 
 def _check_batch(config: Any) -> None:
     """UserError: the training files have fewer rows than a batch."""
-    if config.data.train_files:
+    if config.data.train_files and getattr(config.data, "taskset", None) is None:
         PromptSampler(_num_rows(config), config.data.train_batch_size)
 
 
 def _num_rows(config: Any) -> int:
     """Rows of the training files, as many as are used; of a class of the user's own, any number."""
-    if getattr(getattr(config.data, "custom_cls", None), "path", None) is not None:
+    own_class = getattr(getattr(config.data, "custom_cls", None), "path", None)
+    if own_class is not None or getattr(config.data, "taskset", None) is not None:
         return sys.maxsize
     rows, limit = sum(map(count_rows, config.data.train_files)), config.data.train_max_samples
     return min(rows, limit) if limit > 0 else rows

@@ -68,7 +68,7 @@ def _rows(config: PPOConfig | SupervisedConfig) -> Rows:
     steps, epochs = trainer.total_training_steps, _count(trainer.total_epochs, "epoch")
     by_epochs = f"{epochs} x ({unit} in the training data / {data.train_batch_size:,}) steps"
     yield "length", by_epochs if steps is None else _count(steps, "step")
-    yield "training data", _and(*files)
+    yield "training data", getattr(data, "taskset", None) or _and(*files)
     yield "validation", _validation(config)
 
 
@@ -154,8 +154,8 @@ def _reward(config: PPOConfig) -> str:
         reward = f"{model.weight:g} x {name} ({model.gives}){rule}"
     if agent.replay_dir is not None:
         return f"as recorded, else {reward}"
-    if config.default_agent_loop == "environment_agent":
-        return f"by the environment {agent.environment}, else {reward}"
+    if environment := agent.environment or config.data.taskset:
+        return f"by the environment {environment}, else {reward}"
     return reward
 
 
@@ -194,7 +194,10 @@ def _updates(config: PPOConfig, role: UpdateConfig) -> str:
 
 
 def _validation(config: PPOConfig | SupervisedConfig) -> str:
-    trainer, files = config.trainer, _and(*config.data.val_files or [])
+    trainer, tasks = config.trainer, getattr(config.data, "taskset", None)
+    files = _and(*config.data.val_files or []) if tasks is None else ""
+    if isinstance(config, PPOConfig) and config.data.val_tasks:
+        files = f"the last {_count(config.data.val_tasks, 'task')} of {tasks}"
     every = _and(trainer.test_freq > 0 and f"every {trainer.test_freq} steps", "after the last")
     if isinstance(config, CriticPretrainConfig):
         return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"

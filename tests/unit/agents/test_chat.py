@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from valor.agents.chat import Chat, Conversation
-from valor.agents.tool_loop import with_opening
+from valor.agents.env_loop import with_opening
 from valor.errors import UserError
 from valor.rollout.base import Output
 

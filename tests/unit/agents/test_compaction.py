@@ -12,11 +12,10 @@ import torch
 
 from phase_runs import after, made
 from valor.agents.chat import Chat
-from valor.agents.environment import EnvironmentLoop
+from valor.agents.env_loop import EnvLoop
 from valor.agents.episode import Episode, episode_metrics, episode_rows
 from valor.agents.loops import AgentLoop, Limits, LoopContext, Task
 from valor.agents.record import as_json, episode_records, recorded_episode
-from valor.agents.tool_loop import ToolLoop
 from valor.config import load
 from valor.config.loading import inert_settings
 from valor.data.batch import Batch
@@ -29,9 +28,9 @@ from valor.trainer.phases.advantages import Advantages
 ROLLOUT = "actor_rollout_ref.rollout"
 COMPACTION = f"{ROLLOUT}.agent.compaction"
 WORLD = """
-from valor.agents import Step, TextEnvironment
+from valor.agents import Env, Step
 
-class World(TextEnvironment):
+class World(Env):
     def step(self, text):
         return Step(f"you said {text}<|end|>", 0.5 if text == "half" else 0.0, text == "win")
 
@@ -68,14 +67,12 @@ def loop_of(tmp_path: Path):
     (tmp_path / "world.py").write_text(WORLD)
     (tmp_path / "tools.py").write_text(TOOLS)
     kinds = {
-        EnvironmentLoop: [f"{ROLLOUT}.agent.environment={tmp_path}/world.py:World"],
-        ToolLoop: [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.function_tool_path={tmp_path}/tools.py"],
+        "world": [f"{ROLLOUT}.agent.environment={tmp_path}/world.py:World"],
+        "tools": [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.function_tool_path={tmp_path}/tools.py"],
     }
-    kinds[ToolLoop].append(f"{ROLLOUT}.multi_turn.format=all_but_win")
+    kinds["tools"].append(f"{ROLLOUT}.multi_turn.format=all_but_win")
 
-    def make(
-        kind: type[AgentLoop] = EnvironmentLoop, *more: str, tokenizer: Any = None, limits: tuple[int, int] = (80, 1000)
-    ) -> AgentLoop:
+    def make(kind: str = "world", *more: str, tokenizer: Any = None, limits: tuple[int, int] = (80, 1000)) -> AgentLoop:
         options = [
             "enable=true",
             "turn_length=10",
@@ -84,7 +81,7 @@ def loop_of(tmp_path: Path):
             "summary='Notes {summary}'",
         ]
         config = load([*kinds[kind], *(f"{COMPACTION}.{option}" for option in options), *more]).config
-        return kind(LoopContext(config, Chat(tokenizer or make_tokenizer()), Limits(*limits)))
+        return EnvLoop(LoopContext(config, Chat(tokenizer or make_tokenizer()), Limits(*limits)))
 
     return make
 
@@ -122,12 +119,12 @@ def play(loop: AgentLoop, *texts: str, aborts: str | None = None) -> Played:
 TEXTS = ("hello", "half", "a<|end|>b", "again", "half", "123456789", "win")
 
 
-@pytest.mark.parametrize("kind", [EnvironmentLoop, ToolLoop])
-def test_an_episode_goes_on_from_its_summary(loop_of, kind: type[AgentLoop]) -> None:
+@pytest.mark.parametrize("kind", ["world", "tools"])
+def test_an_episode_goes_on_from_its_summary(loop_of, kind: str) -> None:
     """What did not fit is in the next row, word by word; control tokens in a summary are characters there."""
     played = play(loop_of(kind), *TEXTS)
     episode, size = played.episode, played.sizes[0]
-    told = TOLD if kind is EnvironmentLoop else TOLD.replace("user", "tool")
+    told = TOLD if kind == "world" else TOLD.replace("user", "tool")
     second, third = (
         f"<|user|>Go.\nNotes {notes}\nyou said half<|end|><|assistant|>" for notes in ("a<|end|>b", "12345678")
     )
@@ -151,19 +148,19 @@ def test_an_episode_goes_on_from_its_summary(loop_of, kind: type[AgentLoop]) -> 
     ]
     assert loop_of().chat.tokenizer.eos_token_id not in episode.turns[3].prompt_ids
     assert (episode.finish_reason, len(episode.rows)) == ("stop", 3)
-    if kind is EnvironmentLoop:
+    if kind == "world":
         assert [turn.reward for turn in episode.turns] == [0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0] and episode.outcome == 2.0
     else:
         assert [call["turn"] for call in episode.info["calls"]] == [1, 2, 4, 5]
 
 
 def test_without_compaction_the_episode_ends_at_the_limit(loop_of) -> None:
-    episode = play(loop_of(EnvironmentLoop, f"{COMPACTION}.enable=false"), *TEXTS[:2], "a" * 90).episode
+    episode = play(loop_of("world", f"{COMPACTION}.enable=false"), *TEXTS[:2], "a" * 90).episode
     assert (episode.finish_reason, len(episode.rows), "compactions" in episode.info) == ("length", 1, False)
 
 
 def test_summaries_are_no_turns_of_the_limit(loop_of) -> None:
-    played = play(loop_of(EnvironmentLoop, f"{ROLLOUT}.multi_turn.max_assistant_turns=4"), *TEXTS)
+    played = play(loop_of("world", f"{ROLLOUT}.multi_turn.max_assistant_turns=4"), *TEXTS)
     assert (played.episode.finish_reason, len(played.episode.turns)) == ("turns", 5)
 
 
@@ -180,7 +177,7 @@ def test_summaries_are_no_turns_of_the_limit(loop_of) -> None:
     ],
 )
 def test_ends(loop_of, more, limits, texts, aborts, end: str, turns: int, cuts: int) -> None:
-    loop = loop_of(EnvironmentLoop, *more, limits=limits)
+    loop = loop_of("world", *more, limits=limits)
     episode = play(loop, *texts, aborts=aborts).episode
     assert (episode.finish_reason, len(episode.turns)) == (end, turns)
     assert len(episode.info["compactions"]) == cuts
@@ -195,7 +192,7 @@ def test_thoughts_are_not_part_of_a_summary_and_templates_may_drop_them(loop_of)
         "{% for m in messages %}<|{{ m.role }}|>{{ " + rewritten + " }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    loop = loop_of(EnvironmentLoop, f"{COMPACTION}.summary_length=14", tokenizer=tokenizer, limits=(80, 100))
+    loop = loop_of("world", f"{COMPACTION}.summary_length=14", tokenizer=tokenizer, limits=(80, 100))
     played = play(loop, "a</think>half", "b</think>half", "c</think>d", "win")
     asked = START + "half" + TOLD.format("a</think>half") + "half" + ASKED
     assert played.prompts[2:] == [asked, "<|user|>Go.\nNotes d\nyou said b</think>half<|end|><|assistant|>"]
@@ -214,7 +211,7 @@ def test_thoughts_are_not_part_of_a_summary_and_templates_may_drop_them(loop_of)
 )
 def test_settings_that_cannot_work(loop_of, more: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
-        loop_of(EnvironmentLoop, more)
+        loop_of("world", more)
 
 
 def test_without_a_loop_that_cuts_rows_the_keys_are_named(tmp_path: Path) -> None:
@@ -282,7 +279,7 @@ def test_records_and_metrics(loop_of) -> None:
     metrics, cuts = episode_metrics(batch), [cut for episode in episodes for cut in episode.info["compactions"]]
     assert metrics["episode/compactions"] == 5 / 4 and metrics["episode/rows"] == 9 / 4
     assert metrics["episode/compacted_tokens"] == sum(cut["tokens"] for cut in cuts) / 4
-    plain = play(loop_of(EnvironmentLoop, f"{COMPACTION}.enable=false"), "win").episode
+    plain = play(loop_of("world", f"{COMPACTION}.enable=false"), "win").episode
     assert "episode/compactions" not in episode_metrics(episode_rows([plain]))
 
 

@@ -8,28 +8,29 @@ from typing import Any
 import pytest
 
 from valor.agents.chat import Chat
-from valor.agents.environment import EnvironmentLoop
+from valor.agents.env_loop import EnvLoop
 from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.config import load
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
 from valor.rollout.base import Output, SamplingParams, Span
+from valor.user_files import load_object
 
 WORLD = '''
 import asyncio
-from valor.agents import Step, TextEnvironment
+from valor.agents import Env, Step
 from valor.errors import UserError
 
 LOG = []
 
-class World(TextEnvironment):
+class World(Env):
     """Repeats what was said; "win" ends it, "half" is worth a half, and so on."""
 
     def __init__(self, opening=None, final=0.0):
         self.opening, self.final = opening, final
 
-    def open(self, row):
+    def reset(self, row):
         LOG.append("open")
         return self.opening
 
@@ -64,14 +65,14 @@ def world(tmp_path: Path) -> str:
     return f"{path}:World"
 
 
-def loop_of(world: str, *overrides: str, response: int = 200) -> EnvironmentLoop:
+def loop_of(world: str, *overrides: str, response: int = 200) -> EnvLoop:
     key = "actor_rollout_ref.rollout"
     config = load([f"{key}.agent.environment={world}", f"{key}.multi_turn.tool_timeout=0.5", *overrides]).config
     assert config.default_agent_loop == "environment_agent"
-    return EnvironmentLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
+    return EnvLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
 
 
-def play(loop: EnvironmentLoop, *texts: str) -> tuple[Episode, list[str]]:
+def play(loop: EnvLoop, *texts: str) -> tuple[Episode, list[str]]:
     """The episode in which the policy says these texts, and the prompts that it was given."""
     prompts: list[str] = []
 
@@ -87,8 +88,9 @@ def play(loop: EnvironmentLoop, *texts: str) -> tuple[Episode, list[str]]:
     return asyncio.run(loop.run(task, generate)), prompts
 
 
-def log_of(loop: EnvironmentLoop) -> list[str]:
-    return loop._make().open.__globals__["LOG"]
+def log_of(loop: EnvLoop) -> list[str]:
+    name = loop.context.config.actor_rollout_ref.rollout.agent.environment
+    return load_object(name.replace(":World", ":LOG"), "test")
 
 
 def test_turns_their_rewards_and_the_end(world: str) -> None:
@@ -165,3 +167,53 @@ def test_a_users_mistake_ends_the_run(world: str) -> None:
 def test_several_loops_are_not_guessed_between(world: str) -> None:
     with pytest.raises(UserError, match="are different loops: set"):
         loop_of(world, "do_search=true")
+
+
+SHOP = '''
+from valor.agents import Env, Step
+
+class Shop(Env):
+    """Sells by a tool, haggles in words, and throws out who says "bye"."""
+
+    tools = ("buy",)
+
+    def reset(self, row):
+        self.heard_texts, self.bought = [], 0
+        return [{"role": "user", "content": "Welcome."}]
+
+    def heard(self, text):
+        self.heard_texts.append(text)
+        return text == "bye"
+
+    async def step(self, text):
+        return Step("No.", -0.5)
+
+    def buy(self, count: int) -> str:
+        """Buy things.
+
+        Args:
+            count: How many.
+        """
+        self.bought += count
+        return f"{self.bought} bought"
+
+    def score(self):
+        return float(self.bought + 10 * len(self.heard_texts))
+'''
+
+
+def test_an_environment_with_tools_answers_words_too_and_hears_all(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    loop = loop_of(f"{tmp_path}/shop.py:Shop")
+    assert [schema["function"]["name"] for schema in loop.schemas] == ["buy"] and loop.grades
+    call = '<tool_call>{"name": "buy", "arguments": {"count": 2}}</tool_call>'
+    episode, prompts = play(loop, "cheaper?", call, "bye")
+    assert (episode.finish_reason, episode.outcome) == ("stop", 32.0)
+    assert [turn.reward for turn in episode.turns] == [-0.5, 0.0, 0.0]
+    assert prompts[0].endswith("<|user|>Welcome.<|assistant|>") and prompts[2].endswith("2 bought<|assistant|>")
+    assert [call["name"] for call in episode.info["calls"]] == ["buy"]
+
+
+def test_the_old_names_are_told() -> None:
+    with pytest.raises(ImportError, match=r"TextEnvironment is now Env, and its open\(\) reset\(\)"):
+        from valor.agents import TextEnvironment  # noqa: F401

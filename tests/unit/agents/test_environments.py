@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import openenv_server
-from valor.agents.environment import Step, find_environment
+from valor.agents.env import Step, find_env
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -33,13 +33,13 @@ class TestSkyRLGym:
 
     def test_one_turn_is_judged_by_the_rows_truth(self) -> None:
         environment = SkyRLGym("gsm8k")
-        assert environment.open(row("42")) == row()["messages"]
+        assert environment.reset(row("42")) == row()["messages"]
         assert environment.step("so #### 42") == Step([], 1.0, True)
         environment.close()
 
     def test_turns_have_rewards_and_messages_until_the_answer_is_right(self) -> None:
         environment = SkyRLGym("gsm8k_multi_turn", max_turns=3)
-        environment.open(row("42"))
+        environment.reset(row("42"))
         first = environment.step("#### 41")
         assert (first.reward, first.done) == (pytest.approx(0.2 / 3), False)
         assert [message["role"] for message in first.messages] == ["user"]
@@ -48,7 +48,7 @@ class TestSkyRLGym:
     def test_the_environments_own_settings_reach_it(self) -> None:
         config = {"search_url": "http://127.0.0.1:9", "topk": 2, "timeout": 1, "log_requests": False}
         environment = SkyRLGym("search", env_config=config, max_turns=1)
-        environment.open(row({"target": ["Beijing"]}))
+        environment.reset(row({"target": ["Beijing"]}))
         assert environment.step("<answer>Beijing</answer>").done
         environment.close()
 
@@ -64,7 +64,7 @@ class TestTextArena:
 
     def play(self, *guesses: str, **extra_info: Any) -> tuple[str, list[Step], float]:
         environment = TextArena("GuessTheNumber-v0")
-        opening = environment.open(row(**extra_info))
+        opening = environment.reset(row(**extra_info))
         steps = [environment.step(guess) for guess in guesses]
         return opening, steps, environment.score()
 
@@ -88,7 +88,7 @@ class TestTextArena:
         with pytest.raises(UserError, match="did you mean GuessTheNumber-v0"):
             TextArena("GuesTheNumber-v0")
         with pytest.raises(UserError, match="take a game for one player"):
-            TextArena("TicTacToe-v0").open(row())
+            TextArena("TicTacToe-v0").reset(row())
 
 
 class TestReasoningGym:
@@ -102,7 +102,7 @@ class TestReasoningGym:
 
     def test_a_wrong_answer_may_be_followed_by_a_right_one(self) -> None:
         environment = ReasoningGym("leg_counting", tries=3, feedback="no")
-        assert environment.open(self.puzzle()) is None
+        assert environment.reset(self.puzzle()) is None
         assert environment.step("<answer>11</answer>") == Step("no", 0.0, False)
         assert environment.score() < 1.0
         assert environment.step("<answer>12</answer>").done
@@ -110,7 +110,7 @@ class TestReasoningGym:
 
     def test_the_last_try_ends_it(self) -> None:
         environment = ReasoningGym("leg_counting", tries=2)
-        environment.open(self.puzzle())
+        environment.reset(self.puzzle())
         assert [environment.step("<answer>1</answer>").done for _ in range(2)] == [False, True]
 
     def test_an_unknown_task_is_told(self) -> None:
@@ -129,7 +129,7 @@ class TestOpenEnv:
     def test_an_episode(self, server: str) -> None:
         async def play() -> list[Any]:
             environment = OpenEnv(server, observation="text", reset={"by": 2})
-            seen: list[Any] = [await environment.open(row())]
+            seen: list[Any] = [await environment.reset(row())]
             seen += [environment.score(), *[await environment.step(text) for text in ("7", "8", " 11\n")]]
             await environment.close()
             return [*seen, environment.score()]
@@ -142,7 +142,7 @@ class TestOpenEnv:
     def test_an_episode_without_any_reward_is_left_to_a_grader(self, server: str) -> None:
         async def play() -> Any:
             environment = OpenEnv(server)
-            assert await environment.open(row(seed=1)) == '{"text": "count on from 1 by 1"}'
+            assert await environment.reset(row(seed=1)) == '{"text": "count on from 1 by 1"}'
             await environment.step("no")
             await environment.close()
             return environment.score()
@@ -152,7 +152,7 @@ class TestOpenEnv:
     def test_what_the_server_cannot_do_is_an_error_with_its_code(self, server: str) -> None:
         async def play(text: str, **kwargs: Any) -> None:
             environment = OpenEnv(server, **kwargs)
-            await environment.open(row())
+            await environment.reset(row())
             try:
                 await environment.step(text)
             finally:
@@ -168,7 +168,7 @@ class TestOpenEnv:
     def test_who_finds_all_sessions_taken_waits(self, server: str) -> None:
         async def play(i: int) -> float:
             environment = OpenEnv(server, observation="text")
-            await environment.open(row(seed=i))
+            await environment.reset(row(seed=i))
             await asyncio.sleep(0.05)
             steps = [await environment.step(str(i + k)) for k in (1, 2, 3)]
             await environment.close()
@@ -189,14 +189,14 @@ class TestOpenEnv:
     ("name", "kwargs", "said"),
     [
         (f"{EXAMPLES}/openenv.py:OpenEnv", {"trys": 3}, "unexpected keyword argument 'trys'"),
-        ("valor.errors.UserError", {}, "derive it from valor.agents.TextEnvironment"),
+        ("valor.errors.did_you_mean", {}, "derive it from valor.agents.Env"),
         ("nowhere.py:Mine", {}, "no such file"),
         ("textarea.Wordle", {}, "cannot be imported"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        find_environment(name, kwargs)()
+        find_env(name, kwargs)()
 
 
 @pytest.mark.parametrize(
@@ -213,4 +213,4 @@ def test_a_library_that_is_missing_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=remedy):
-        find_environment(name, kwargs)()
+        find_env(name, kwargs)()

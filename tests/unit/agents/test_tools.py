@@ -7,13 +7,18 @@ import time
 import pytest
 
 from valor.agents import tool_runner
+from valor.agents.env import Methods, env_source
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, ToolCall
 from valor.agents.tool_runner import run_tool
-from valor.agents.tool_sources import environment_source, function_source
+from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
+
+
+def methods_source(cls):
+    return env_source(lambda: Methods(cls, {}))
 
 
 def add(a: int, b: int = 1) -> int:
@@ -304,7 +309,7 @@ class Counter:
 
 
 def test_each_episode_has_an_environment_to_itself_whose_calls_do_not_overlap():
-    toolset = Toolset([environment_source(Counter)], MultiTurnConfig(max_parallel_calls=8))
+    toolset = Toolset([methods_source(Counter)], MultiTurnConfig(max_parallel_calls=8))
 
     async def episode(start):
         toolbox = toolset.toolbox()
@@ -328,13 +333,13 @@ def test_each_episode_has_an_environment_to_itself_whose_calls_do_not_overlap():
 
 
 def test_a_call_waits_for_one_that_was_given_up():
-    toolbox = box(environment_source(Counter), tool_timeout=0.5)
+    toolbox = box(methods_source(Counter), tool_timeout=0.5)
 
     async def episode():
         await toolbox.open({"start": 0})
         first = await call(toolbox, "hang")
         second = await call(toolbox, "up", by=1)
-        with pytest.raises(EpisodeFailed, match="get_reward gave no answer within"):
+        with pytest.raises(EpisodeFailed, match=r"score\(\) gave no answer within"):
             await toolbox.rewards()
         Counter.released.set()
         third = await call(toolbox, "up", by=1)
@@ -350,7 +355,7 @@ def test_an_interrupted_method_leaves_the_environment_free():
             while True:
                 time.sleep(0.01)
 
-    toolbox = box(environment_source(Slow), tool_timeout=0.5)
+    toolbox = box(methods_source(Slow), tool_timeout=0.5)
 
     async def episode():
         await toolbox.open({"start": 3})
@@ -360,8 +365,8 @@ def test_an_interrupted_method_leaves_the_environment_free():
 
 
 def test_an_environment_that_cannot_begin_is_an_error_of_the_episode():
-    toolbox = box(environment_source(Counter))
-    with pytest.raises(EpisodeFailed, match=r"reset raised TypeError: .*'start'"):
+    toolbox = box(methods_source(Counter))
+    with pytest.raises(EpisodeFailed, match=r"reset\(\) raised TypeError: .*'start'"):
         run(toolbox.open({}))
     run(toolbox.close())
 
@@ -408,10 +413,10 @@ def test_tools_that_cannot_be_described_are_refused():
         (lambda: function_source([any_number]), r"any_number\(\) cannot be a tool: \*args"),
         (lambda: function_source([untyped]), r"untyped\(\) cannot be a tool: Argument a is missing a type hint"),
         (lambda: function_source([lambda: 3]), "cannot be a tool"),
-        (lambda: environment_source(NoReset), r"has no method reset\(\)"),
-        (lambda: environment_source(NoTools), "it has no tools"),
+        (lambda: methods_source(NoReset), r"has no method reset\(\)"),
+        (lambda: methods_source(NoTools), "it has no tools"),
         (
-            lambda: environment_source(NeedsArguments),
+            lambda: methods_source(NeedsArguments),
             "cannot be made with these environment_kwargs: missing a required argument",
         ),
         (lambda: Toolset([function_source([add, add])]), "several tools of the name add"),

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from valor.agents.builtin_tools import make_python
+from valor.agents.env import env_source, find_env
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import ToolCall
 from valor.agents.tool_files import load_sources
@@ -258,7 +259,7 @@ def test_environments_are_found_by_name(tmp_path):
     path.write_text(
         'class E:\n    def reset(self): pass\n    def go(self) -> int:\n        """Go."""\n        return 1\n'
     )
-    (source,) = load_sources(environment=f"{path}:E")
+    source = env_source(find_env(f"{path}:E", {}))
     assert source.schemas[0]["function"]["name"] == "go"
 
 

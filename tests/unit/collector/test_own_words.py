@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from valor.agents.chat import Chat
+from valor.agents.env_loop import EnvLoop
 from valor.agents.episode import Episode, episode_rows, last_rows, own_words, with_text
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.agents.record import as_json, episode_records, recorded_episode
-from valor.agents.tool_loop import ToolLoop
 from valor.collector.grading import Grading
 from valor.config import PPOConfig, load
 from valor.data.batch import Batch
@@ -64,19 +64,19 @@ def _patient(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> ToolLoop:
+def loop(tmp_path_factory: pytest.TempPathFactory) -> EnvLoop:
     path = tmp_path_factory.mktemp("tools") / "tools.py"
     path.write_text(TOOLS)
     key = "actor_rollout_ref.rollout.multi_turn"
     settings = [f"{key}.enable=true", f"{key}.function_tool_path={path}", f"{key}.max_assistant_turns=3"]
-    return ToolLoop(LoopContext(load(settings).config, Chat(make_tokenizer()), Limits(900, 2000)))
+    return EnvLoop(LoopContext(load(settings).config, Chat(make_tokenizer()), Limits(900, 2000)))
 
 
 def call(text: str) -> str:
     return f'<tool_call>{{"name": "say", "arguments": {json.dumps({"text": text})}}}</tool_call>'
 
 
-def play(loop: ToolLoop, *texts: str, cut: bool = False) -> Episode:
+def play(loop: EnvLoop, *texts: str, cut: bool = False) -> Episode:
     said = iter(texts)
 
     async def generate(prompt_ids: Sequence[int], params: SamplingParams, seed: Any) -> Output:
@@ -137,7 +137,7 @@ def graded(episode: Episode, source: str, truth: Any, extra: dict[str, Any], cus
 
 
 @pytest.mark.parametrize("source", RIGHT)
-def test_a_call_and_its_result_are_no_answer(loop: ToolLoop, source: str) -> None:
+def test_a_call_and_its_result_are_no_answer(loop: EnvLoop, source: str) -> None:
     if source.startswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
     truth, right, extra = RIGHT[source]
@@ -150,7 +150,7 @@ def test_a_call_and_its_result_are_no_answer(loop: ToolLoop, source: str) -> Non
     assert graded(play(loop, *[call(right)] * 3), source, truth, extra).score == 0.0
 
 
-def test_a_single_answer_is_the_same_sample_as_without_tools(loop: ToolLoop) -> None:
+def test_a_single_answer_is_the_same_sample_as_without_tools(loop: EnvLoop) -> None:
     episode = play(loop, "<think>so</think>4")
     assert episode.turn_texts_by(decode) == ["<think>so</think>4"]
     sample = Sample.of_turns(["a"], "a", "nq", "b", None)
@@ -176,7 +176,7 @@ def outside(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_functions_of_the_users_own(loop: ToolLoop, tmp_path: Path) -> None:
+def test_functions_of_the_users_own(loop: EnvLoop, tmp_path: Path) -> None:
     path = tmp_path / "graders.py"
     path.write_text(GRADER)
     episode = play(loop, f"So:{call('17')}", "I say 9")
@@ -193,7 +193,7 @@ def test_functions_of_the_users_own(loop: ToolLoop, tmp_path: Path) -> None:
     assert [result.components["read"] for result in found] == ["a", "said b"]
 
 
-def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Path) -> None:
+def test_steps_of_the_own_words_lie_on_their_tokens(loop: EnvLoop, tmp_path: Path) -> None:
     path = tmp_path / "graders.py"
     path.write_text(GRADER)
     episode = play(loop, f"So:{call('17')}", "I say 9")
@@ -215,7 +215,7 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     assert result.error == f"step_rewards: there are no characters 0 to 99 in a response of {size}"
 
 
-def test_functions_of_a_session(loop: ToolLoop, tmp_path: Path) -> None:
+def test_functions_of_a_session(loop: EnvLoop, tmp_path: Path) -> None:
     def trl(completions: list[str], transcript: list[str]) -> list[float]:
         return [float("17" in text) - ("17" in said) for text, said in zip(transcript, completions, strict=True)]
 
@@ -234,7 +234,7 @@ def test_functions_of_a_session(loop: ToolLoop, tmp_path: Path) -> None:
     assert graded(play(loop, f"So:{call('17')}", "9"), "mine", None, {}, CustomFunction(str(path))).score == 0.0
 
 
-def test_a_judge_reads_them_too_and_a_replay_has_them(loop: ToolLoop) -> None:
+def test_a_judge_reads_them_too_and_a_replay_has_them(loop: EnvLoop) -> None:
     episode = play(loop, f"So:{call('17')}", "9")
     ends = last_rows(batch_of(episode, "mine", None, {}))
     assert own_words(ends) == ["So:\n9"]
@@ -244,7 +244,7 @@ def test_a_judge_reads_them_too_and_a_replay_has_them(loop: ToolLoop) -> None:
     assert replayed.turn_texts_by(decode) == episode.turn_texts_by(decode) == ["So:", "9"]
 
 
-def test_rows_that_a_template_has_split_are_read_as_one_episode(loop: ToolLoop) -> None:
+def test_rows_that_a_template_has_split_are_read_as_one_episode(loop: EnvLoop) -> None:
     episode = play(loop, f"So:{call('17')}", "9")
     first, second = episode.turns
     split = Episode(

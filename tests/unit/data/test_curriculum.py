@@ -13,7 +13,7 @@ import torch
 from valor.config import load
 from valor.config.data import DifficultyConfig
 from valor.data.batch import Batch
-from valor.data.curriculum import ClassSampler, DifficultySampler
+from valor.data.curriculum import ClassSampler, DifficultySampler, outcomes
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
 
@@ -211,3 +211,72 @@ def test_a_class_that_cannot_be_used_is_a_line(own, name: str, line: str) -> Non
 def test_settings_that_contradict_each_other(settings: list[str], line: str) -> None:
     with pytest.raises(UserError, match=line):
         load([f"data.sampler.{setting}" for setting in settings])
+
+
+VERL = """
+from torch.utils.data import Sampler
+
+class Curriculum(Sampler):  # as verl's AbstractCurriculumSampler asks for, and with a state
+    def __init__(self, data_source, data_config):
+        self.rows, self.seen = data_source, {}
+        assert data_config.get("seed") == data_config.seed and data_config.get("nothing", 7) == 7
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        while True:
+            yield min(range(len(self.rows)), key=lambda row: (self.seen.get(row, 0.0), row))
+
+    def update(self, batch):
+        rewards = batch.batch["token_level_scores"].sum(-1)
+        for row, uid, reward in zip(batch.non_tensor_batch["index"], batch.non_tensor_batch["uid"], rewards):
+            assert uid.endswith(str(row))
+            self.seen[int(row)] = self.seen.get(int(row), 0.0) + float(reward) + 1.0
+
+    def state_dict(self):
+        return {"seen": [*self.seen.items()]}
+
+    def load_state_dict(self, state):
+        self.seen = dict(map(tuple, state["seen"]))
+"""
+
+
+class Rows(list[int]):
+    """So many rows, of which a sampler asks for the length and the numbers."""
+
+    def number_of(self, uid: str) -> int:
+        return int(uid.rpartition(":")[2])
+
+
+def test_a_class_for_verl_reads_scores_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "curriculum_of_verl.py").write_text(VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in (f"{tmp_path}/curriculum_of_verl.py", "pkg://curriculum_of_verl"):
+        data = load([f"data.sampler.class_path={path}", "data.sampler.class_name=Curriculum"]).config.data
+        rows: Any = Rows(range(4))
+        sampler, drawn = ClassSampler(data, rows, 1), []
+        for _ in range(4):
+            (row,) = sampler.next_batch()
+            drawn.append(row)
+            sampler.update(outcomes([f"1.0:{row}"] * 2, rows, [0.0, 1.0], [False, True]))
+        assert drawn == [0, 1, 2, 3]
+
+
+def test_predicted_rates_weigh_rows_until_they_are_answered() -> None:
+    options = OPTIONS.model_copy(update={"predictor": "critic"})
+    sampler = DifficultySampler(6, 1, options, seed=5)
+    sampler.update(answered((0, [0.0]), (1, [1.0])))
+    assert len(sampler.unknown(3)) == 3 and sorted(sampler.unknown(10)) == [2, 3, 4, 5]
+    sampler.predict([2, 3, 4], [-0.5, 0.5, 1.5])  # pools of weights 0.5, 4 and 1; row 5 stays new, of 2
+    counts = Counter(sampler.next_batch()[0] for _ in range(6000))
+    weights = np.array([0.5, 1.0, 0.5, 4.0, 1.0, 2.0])
+    for row, share in enumerate(weights / weights.sum()):
+        assert abs(counts[row] / 6000 - share) < 4 * (share * (1 - share) / 6000) ** 0.5
+    again = DifficultySampler(6, 1, options, seed=5)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [again.next_batch() for _ in range(50)] == [sampler.next_batch() for _ in range(50)]
+    metrics = again.update(answered((3, [1.0, 1.0, 1.0, 0.0]), (4, [0.0])))
+    assert metrics["sampler/predictor/error"] == (0.25 + 1.0) / 2
+    assert [row for row, _ in again.state_dict()["predicted"]] == [2]
+    assert "predicted" not in DifficultySampler(6, 1, OPTIONS).state_dict()

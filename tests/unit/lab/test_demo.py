@@ -116,7 +116,7 @@ def test_luck_is_of_the_sample_and_the_choice_decides_the_rest():
     def play(key, *said, std=3.0):
         game = luck.Luck()
         row = {"episode_key": key, "messages": [{"role": "user", "content": "3"}], "ground_truth": "a"}
-        game.open({**row, "extra_info": {"luck": std}})
+        game.reset({**row, "extra_info": {"luck": std}})
         steps = [game.step(text) for text in said]
         return [step.messages for step in steps if not step.done], steps[-1].reward
 

@@ -17,6 +17,7 @@ from valor.trainer.phases.old_log_probs import (
     RolloutCorrection,
     RolloutLogProbs,
 )
+from valor.trainer.phases.prompt_values import PromptValues
 from valor.trainer.phases.reference import ReferenceLogProbs
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows
@@ -44,6 +45,7 @@ STANDARD: list[type[Phase]] = [
     Advantages,
     TrainingRows,
     UpdateCritic,
+    PromptValues,
     UpdateActor,
     BatchMetrics,
     Samples,
