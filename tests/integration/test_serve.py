@@ -95,14 +95,14 @@ def test_what_sessions_ask_at_once_is_generated_at_once(tiny, monkeypatch):
         together.append(len(rows))
         decode(self, cache, rows, longest)
 
-    async def play(context, task, runner):
+    async def play(context, task, runner, host):
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         said = await asyncio.gather(*(runner.generate([5, 6], params, (0, 0, number, 0)) for number in range(5)))
         assert all(len(one.token_ids) == 30 for one in said)
         return Episode((), (), "stop")
 
     monkeypatch.setattr(NativeEngine, "_decode_segment", watched)
-    serve._serve(commands._config(str(tiny["model"]), SETTINGS), play)
+    serve.beside_engine(commands._config(str(tiny["model"]), SETTINGS, "serve"), play)
     assert max(together) == 3  # max_concurrent_episodes
 
 
