@@ -98,7 +98,7 @@ class SummariesUntrained(Phase):
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         advantages, infos = batch["advantages"].clone(), batch.objects["episode_info"]
         for rows in Episodes(batch).rows:
-            for cut in infos[rows[0]]["compactions"]:
+            for cut in infos[rows[0]].get("compactions", ()):
                 for row in rows:
                     advantages[row][batch["turn_ids"][row] == cut["turn"]] = 0.0
         return Batch({"advantages": advantages}), {}
