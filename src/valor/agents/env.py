@@ -184,7 +184,7 @@ class Methods(Env):
         return getattr(self._object, name)
 
 
-def _begin(environment: Any, row: Mapping[str, Any]) -> str | None:
+def _begin(environment: Any, row: Mapping[str, Any]) -> Any:
     columns = {**(row.get("extra_info") or {}), **row}
     parameters = inspect.signature(environment.reset).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -194,7 +194,7 @@ def _begin(environment: Any, row: Mapping[str, Any]) -> str | None:
 
 
 async def _begin_later(environment: Any, row: Mapping[str, Any]) -> str | None:
-    text = await _begin(environment, row)  # type: ignore[misc]
+    text = await _begin(environment, row)
     return None if text is None else as_text(text)
 
 

@@ -6,6 +6,9 @@ subprocess runtime: programs of the task's author run as this user. What needs a
 is refused.
 """
 
+# pyright: reportMissingImports=false
+# verifiers is installed by those who use its task sets.
+
 import asyncio
 import inspect
 import json

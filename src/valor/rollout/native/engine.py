@@ -111,8 +111,7 @@ class NativeEngine(RolloutEngine):
                 decoder = Decoder(self._hf)
                 if self._direct is None:
                     self._direct = agrees(decoder, self._hf)
-                    vocab, device = len(self._hf.get_input_embeddings().weight), input_device(self._hf)
-                    self._capture = capture_for(decoder, vocab, device) if self._direct else None
+                    self._capture = capture_for(decoder, self._hf) if self._direct else None
                 self._decoder = decoder if self._direct else None
                 self._replays = Replays(decoder, self._capture) if self._capture else None
             except (AttributeError, KeyError, TypeError):

@@ -88,14 +88,16 @@ class Replays:
             cache.captured[size] = replay, logits, self._decoder.angle_table  # which a longer one may take the place of
 
 
-def capture_for(decoder: Decoder, vocab: int, device: torch.device) -> Capture | None:
-    """How steps are captured on this device: tried on one, whose log-probs are compared with those of its kernels
+def capture_for(decoder: Decoder, hf: Any) -> Capture | None:
+    """How steps of a model are captured on its device, tried on one: its log-probs are compared with those of kernels
     launched one by one. None where that is not done; a warning where it fails."""
+    weight = hf.get_input_embeddings().weight
+    device = weight.device
     if device.type not in CAPTURES:
         return None
     try:
         capture = CAPTURES[device.type]()
-        cache, _, ids = trial(decoder, vocab, device, bucketed=True)
+        cache, _, ids = trial(decoder, len(weight), device, bucketed=True)
         step = Replays(decoder, capture)
         for fed in (ids[:, :1], ids[:, 1:2]):  # captured, and then repeated
             cache.advance()
