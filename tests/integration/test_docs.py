@@ -17,7 +17,10 @@ BLOCK = re.compile(r"^ *<!-- runnable -->\n *```(bash|python)\n(.*?)^ *```$", re
 PAGES = {
     path: BLOCK.findall(path.read_text()) for path in [*sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("README*.md")]
 }
-VALOR = f'#!/bin/sh\nexec {sys.executable} -m valor "$@"\n'
+PROGRAMS = {
+    "valor": f'#!/bin/sh\nexec {sys.executable} -m valor "$@"\n',
+    "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+}
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +30,9 @@ pytestmark = pytest.mark.slow
 )
 def test_runnable_blocks_of_a_page_run(page, tmp_path):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "valor").write_text(VALOR)
-    (tmp_path / "bin" / "valor").chmod(0o755)
+    for name, text in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     for language, block in PAGES[page]:
         code = textwrap.dedent(block)

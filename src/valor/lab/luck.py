@@ -9,12 +9,9 @@ no luck: its score is the share of right choices.
 """
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from valor.agents.env import Env, Step
 from valor.lab import arithmetic
 
 DATA_SOURCE = "valor/luck"
@@ -23,10 +20,7 @@ ANSWERS = "A digit and two random ones are repeated; then the first is told agai
 """How `valor demo` and its report speak of the task."""
 DIGITS = range(10)
 RANDOM_DIGITS = 2
-_MEAN, _STD = 4.5 * RANDOM_DIGITS, 8.25**0.5 * RANDOM_DIGITS**0.5  # of their sum
 _WRONG_SHARE = 0.4
-LOST = -1.0
-"""The outcome of an episode with a turn of more than one character."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +29,6 @@ class DataFiles(arithmetic.DataFiles):
 
     config_prefix = "luck_"
     measured = "right choices in {} episodes"
-
-
-class Luck(Env):
-    """One episode. `luck` of the row's extra_info: standard deviation of what the random digits add to the outcome."""
-
-    def reset(self, row: Mapping[str, Any]) -> None:
-        draw = random.Random(str(row["episode_key"]))
-        digits = [draw.choice(DIGITS) for _ in range(RANDOM_DIGITS)]
-        self._messages = [*map(str, digits), row["messages"][-1]["content"]]
-        self._right, self.hidden = row["ground_truth"], {"events": "".join(map(str, digits))}
-        self._luck = row["extra_info"]["luck"] * (sum(digits) - _MEAN) / _STD
-
-    def step(self, text: str) -> Step:
-        if len(text) != 1:
-            return Step("", LOST, True)
-        if self._messages:
-            return Step(self._messages.pop(0))
-        return Step("", self._luck + (text == self._right), True)
 
 
 def make_model(out_dir: Path | str, seed: int = 0) -> Path:

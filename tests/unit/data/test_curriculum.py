@@ -259,7 +259,8 @@ def test_a_class_for_verl_reads_scores_and_rows(tmp_path: Path, monkeypatch: pyt
         for _ in range(4):
             (row,) = sampler.next_batch()
             drawn.append(row)
-            sampler.update(outcomes([f"1.0:{row}"] * 2, rows, [0.0, 1.0], [False, True]))
+            judged = [(f"1.0:{row}", SimpleNamespace(score=float(right), correct=right)) for right in (False, True)]
+            sampler.update(outcomes(rows, judged))
         assert drawn == [0, 1, 2, 3]
 
 

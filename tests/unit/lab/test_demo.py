@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, critic_runs, demo, lookup, luck, walk
+from valor.lab import arithmetic, critic_runs, demo, lookup, luck, luck_game, walk
 
 PARTS = [Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")]
 FILES = {
@@ -114,7 +114,7 @@ def test_the_luck_demo_compares_with_grpo_and_says_why(warm_start, tmp_path, cap
 
 def test_luck_is_of_the_sample_and_the_choice_decides_the_rest():
     def play(key, *said, std=3.0):
-        game = luck.Luck()
+        game = luck_game.Luck()
         row = {"episode_key": key, "messages": [{"role": "user", "content": "3"}], "ground_truth": "a"}
         game.reset({**row, "extra_info": {"luck": std}})
         steps = [game.step(text) for text in said]
@@ -130,7 +130,7 @@ def test_luck_is_of_the_sample_and_the_choice_decides_the_rest():
     assert play([0, 1, 7], "3", "4", "5", "a") == games[7]  # the same sample again
     assert play([0, 1, 7], "3", "4", "5", "b")[1] == pytest.approx(games[7][1] - 1.0)
     assert play([0, 1, 7], "3", "4", "5", "a", std=0.0)[1] == 1.0
-    assert play([0, 1, 7], "3", "45") == (games[7][0][:1], luck.LOST)
+    assert play([0, 1, 7], "3", "45") == (games[7][0][:1], luck_game.LOST)
     assert len({tuple(told) for told, _ in games.values()}) > 80  # of 100
 
 

@@ -152,6 +152,7 @@ def test_a_run_says_its_plan_before_it_does_anything(tmp_path, capsys):
     model = arithmetic.make_model(tmp_path / "model")
     argv = ["trainer.total_training_steps=7", f"data.train_files={path}", f"actor_rollout_ref.model.path={model}"]
     argv += [f"critic.model.path={model}", "data.train_batch_size=1", "data.max_response_length=64"]
+    argv += ["trainer.num_threads=1"]  # else other work decides
     assert run_command("ppo", PPOConfig, start, argv) == 0
     assert said[0][0] == "the configuration is read; loading torch and what the run needs"
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
