@@ -81,6 +81,11 @@ def test_a_critic_that_is_told_what_an_environment_drew_explains_it_and_resumes(
     ("settings", "said"),
     [
         (["critic.prompt_template=x"], "has no {prompt} in it"),
+        (["critic.prompt_template='{prompt}{solution}'", "--dry-run"], "a row has no such column"),
+        (
+            [TOLD, "data.sampler.difficulty.enable=true", "data.sampler.difficulty.predictor=critic"],
+            "critic.prompt_template others: drop one of the two",
+        ),
         (["critic.prompt_template='{prompt}{solution}'"], "has {solution} in it, and a row has no such column"),
         ([f"{ENVIRONMENT}:Rewritten", "critic.prompt_template='{prompt}{drawn}'"], "an agent or data.truncation"),
         ([f"{ENVIRONMENT}:Drawn", "critic.prompt_template='{prompt}{other}'"], "has {other} in it"),

@@ -152,12 +152,12 @@ class ClassSampler(PromptSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """With the object's own, if it has one."""
-        own = self._call("state_dict()", self._object.state_dict) if self._has_state else None
+        state = self._call("state_dict()", self._object.state_dict) if self._has_state else None
         try:
-            json.dumps(own)
+            json.dumps(state)
         except (TypeError, ValueError) as error:
             raise self._error(f"state_dict() is not JSON ({error})") from None
-        return {**super().state_dict(), "own": own}
+        return {**super().state_dict(), "own": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """An object without a state of its own is iterated to where it was."""

@@ -91,8 +91,8 @@ def _snapshot(hf: nn.Module) -> Callable[[], None]:
 
 def _difference(ours: list[Tensor], plain: list[Tensor], most: float) -> str | None:
     """None where numbers agree."""
-    found = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0)
-    return None if found <= most else f"gives other numbers (relative difference {found:.2g}): leave it out"
+    difference = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0)
+    return None if difference <= most else f"gives other numbers (relative difference {difference:.2g}): leave it out"
 
 
 def _trial(engine: Any) -> list[Tensor]:

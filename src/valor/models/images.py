@@ -74,9 +74,9 @@ def _adding(model: Any, ids: Tensor, places: Tensor, layers: Sequence[Tensor]) -
     if not layers:
         yield
         return
-    given = {"visual_pos_masks": _at(ids, places), "deepstack_visual_embeds": layers}
+    features = {"visual_pos_masks": _at(ids, places), "deepstack_visual_embeds": layers}
     decoder = model.base_model.language_model
-    hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | given), with_kwargs=True)
+    hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | features), with_kwargs=True)
     try:
         yield
     finally:

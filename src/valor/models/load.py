@@ -108,13 +108,13 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     described = _where_head_is(model, config_of_critic)[1]
-    asked = {"target": critic.target, "prompt_template": critic.prompt_template}
-    for name, default in (("target", "absolute"), ("prompt_template", asked["prompt_template"])):
+    settings = {"target": critic.target, "prompt_template": critic.prompt_template}
+    for name, default in (("target", "absolute"), ("prompt_template", settings["prompt_template"])):
         learnt = getattr(described, f"value_{name}", default)
-        if _has_head(described) and learnt != asked[name]:
+        if _has_head(described) and learnt != settings[name]:
             raise UserError(
                 f"the critic '{model.path}' was trained with critic.{name}={learnt}, and this command has "
-                f"{asked[name]}: set critic.{name} to that, or take another critic"
+                f"{settings[name]}: set critic.{name} to that, or take another critic"
             )
     apart = critic.shuffle or new_adapters
     if critic.ensemble_size > 1 and not apart and _has_head(described):

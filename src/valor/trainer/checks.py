@@ -66,8 +66,8 @@ def derived(config: BaseModel) -> dict[str, Any]:
             return values
         if config.trainer.device != "cpu" and (memory := gpu_bytes()):
             processes = (config.trainer.n_gpus_per_node or torch.cuda.device_count()) * config.trainer.nnodes
-            whole = type(config).model_validate(nested(flatten(config.model_dump()) | values))
-            values |= token_budgets(whole, Machine("cuda", processes, memory))
+            filled = type(config).model_validate(nested(flatten(config.model_dump()) | values))
+            values |= token_budgets(filled, Machine("cuda", processes, memory))
     return values
 
 

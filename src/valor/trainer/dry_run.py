@@ -20,8 +20,10 @@ from valor.trainer.checkpoints import MANIFEST_FILE
 from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
+from valor.trainer.phases.critic_prompts import check_critic_prompts
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
+from valor.trainer.teachers import check_routes
 
 _ROWS = 2000  # of each data set that are rendered and tokenised
 
@@ -83,7 +85,17 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
     if config.generator and judge.is_role and are_here(judge.model_path):
         yield partial(reward_model_kind, judge)
     if not isinstance(config, CriticRunConfig) and are_here(judge.model_path if judge.is_role else None):
-        yield lambda: RunInputs(_on_few_rows(config)).close()
+        yield partial(_check_inputs, _on_few_rows(config))
+
+
+def _check_inputs(config: PPOConfig) -> None:
+    """UserError: what the run refuses of its rows."""
+    inputs = RunInputs(config)
+    try:
+        check_routes(config, inputs)
+        check_critic_prompts(config, inputs)
+    finally:
+        inputs.close()
 
 
 def _on_few_rows(config: Any) -> Any:

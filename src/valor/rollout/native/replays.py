@@ -101,12 +101,12 @@ def capture_for(decoder: Decoder, hf: Any) -> Capture | None:
         step = Replays(decoder, capture)
         for fed in (ids[:, :1], ids[:, 1:2]):  # captured, and then repeated
             cache.advance()
-            found = step(fed, cache.positions[:, None], cache).float().log_softmax(-1)
+            log_probs = step(fed, cache.positions[:, None], cache).float().log_softmax(-1)
         if step.capture is None:
             return None
         cache.forget()
         expected = decoder(fed, cache.positions[:, None], cache)
-        gap = float((found - expected.float().log_softmax(-1)).abs().max())
+        gap = float((log_probs - expected.float().log_softmax(-1)).abs().max())
         most = _GAP.get(expected.dtype, _GAP_BELOW)
         reason = None if gap <= most else f"its log-probs differ by {gap:.2g}"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:

@@ -80,7 +80,8 @@ def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
     template, tokenizer = config.critic.prompt_template, inputs.tokenizer
     if not CriticPrompts.wanted(config) or template is None:
         return
-    drawn = config.actor_rollout_ref.rollout.agent.environment is not None  # what it draws is not known yet
+    worlds = (config.actor_rollout_ref.rollout.agent.environment, config.data.taskset)
+    drawn = any(world is not None for world in worlds)  # what an environment draws is not known yet
     longest = 0
     for row in inputs.train:
         try:

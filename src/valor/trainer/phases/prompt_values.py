@@ -39,6 +39,10 @@ class PromptValues(Phase):
                 ),
                 f"{_KEY} and critic.kind=probe, which reads states of answers: set kind=model": config.has_probe,
                 f"{_KEY} reads text alone: set data.image_key=null": config.data.image_key is not None,
+                f"{_KEY} needs values of outcomes: set critic.target=absolute": config.critic.target == "residual",
+                f"{_KEY} reads the policy's prompts, and critic.prompt_template others: drop one of the two": (
+                    config.critic.prompt_template is not None
+                ),
             }
         )
 
@@ -51,8 +55,8 @@ class PromptValues(Phase):
         prompts, lengths = pad_rows([inputs.train[row].prompt_ids for row in rows], torch.long)
         # A value is that of the state before a token: which token follows the prompt makes no difference.
         after = prompts.new_full((len(rows), 1), inputs.eos_token_ids[0])
-        asked = {"prompts": prompts, "prompt_lengths": lengths, "responses": after}
-        asked |= {"response_lengths": torch.ones_like(lengths), "response_mask": torch.ones_like(after)}
-        values, _ = self.resources.critics.compute_values(Batch(asked))
+        columns = {"prompts": prompts, "prompt_lengths": lengths, "responses": after}
+        columns |= {"response_lengths": torch.ones_like(lengths), "response_mask": torch.ones_like(after)}
+        values, _ = self.resources.critics.compute_values(Batch(columns))
         inputs.sampler.predict(rows, values["values"][:, 0].tolist())
         return Batch(), {}
