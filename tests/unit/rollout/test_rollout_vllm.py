@@ -122,7 +122,7 @@ def gap(model: PreTrainedModel, work: list[Request], outputs: list[Output]) -> T
     return torch.cat(gaps)
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("kind", ["untied", "tied", "moe"])
 def test_log_probs_are_the_trainers_after_every_update(kind, start):
     model = tiny(kind)
     engine = start(model)
@@ -338,9 +338,37 @@ def test_engine_options_reach_vllm(start):
         start(model, engine_kwargs={"vllm": {"blok_size": 64}})
 
 
-def test_a_model_whose_weights_cannot_be_written_in_place_is_refused(start):
+def test_experts_that_stay_behind_are_noticed(start, monkeypatch):
+    from valor.rollout.vllm import internals
+
+    model = tiny("moe")
+    engine = start(model)
+    sync(engine, model, 0)
+    experts = engine._held._packed_experts[0]
+    before = experts.w13_weight
+    trained(model, 1)
+    with monkeypatch.context() as patched:
+
+        def forgetful(layer, pack=internals.pack_experts):
+            pack(layer)
+            if layer is experts:
+                layer.w13_weight = before
+
+        patched.setattr(internals, "pack_experts", forgetful)
+        with pytest.raises(RuntimeError, match="experts of a RoutedExperts compute with other weights"):
+            sync(engine, model, 1)
+    sync(engine, model, 2)
+    work = requests()
+    assert gap(model, work, engine.generate(work)).max() < 1e-4
+
+
+def test_a_model_whose_weights_cannot_be_written_in_place_is_refused(start, monkeypatch):
+    """A kernel that rearranges the weights of experts, as some of those for GPUs do."""
+    from valor.rollout.vllm import internals
+
+    monkeypatch.setattr(internals, "_PLAIN_EXPERTS", ())
     with pytest.raises(UserError, match="Qwen3MoeForCausalLM has RoutedExperts layers"):
-        start(tiny("moe"))
+        start(tiny("moe"), max_num_seqs=8)
 
 
 def test_it_sleeps_until_it_is_given_weights(start, monkeypatch):

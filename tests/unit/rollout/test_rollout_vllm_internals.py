@@ -8,6 +8,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_the_installed_release_has_them():
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -18,6 +19,10 @@ def test_the_installed_release_has_them():
     parameters = inspect.signature(internals.layer_utils.dispatch_cpu_unquantized_gemm).parameters
     assert [*parameters] == ["layer", "remove_weight"]
     assert "cpu_linear" in inspect.getsource(internals.layer_utils)
+    kernel = internals.CPUUnquantizedExperts
+    assert [*inspect.signature(kernel.process_weights_after_loading).parameters] == ["self", "layer"]
+    assert {"w1", "w2", "topk_weights", "topk_ids", "activation"} <= set(inspect.signature(kernel.apply).parameters)
+    assert set(internals._PLAIN_EXPERTS) <= {backend.name for backend in UnquantizedMoeBackend}
     assert hasattr(internals.ExecutorWithExternalLauncher, "_distributed_args")
     assert hasattr(IncrementalDetokenizer, "num_output_tokens")
     assert {"detokenizer", "logprobs_processor"} <= set(inspect.signature(RequestState.__init__).parameters)

@@ -68,6 +68,7 @@ def test_keys_become_engine_arguments():
         "enable_prefix_caching": True,
         "load_format": "auto",
         "enable_sleep_mode": True,
+        "moe_backend": "triton",
         "swap_space": 3,
     }
     assert found | expected == found

@@ -16,19 +16,23 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 if "PYTORCH_ALLOC_CONF" in os.environ:  # of which vLLM reads the older spelling, to switch segments off round its pool
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 __all__ = ["LLMEngine", "process_dict_updates"]
 
-# How layers may hold their weights: as they are loaded. Others (experts, quantized layers) rearrange them, or derive
-# further tensors from them, when a model is loaded, and writing plain weights into that would go unnoticed.
+# How layers may hold their weights: as they are loaded. Others (quantized layers, other kernels for experts) rearrange
+# them, or derive further tensors from them, when a model is loaded; plain weights written there would go unnoticed.
 _PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN_EXPERTS = ("CPU", "TRITON", "BATCHED_TRITON")  # kernels; the first packs weights, and `plain_weights_remain`
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 
 def executor(run_name: str, rank: int, device: int) -> type[ExecutorWithExternalLauncher]:
@@ -71,22 +75,71 @@ def shut_down(llm: LLMEngine) -> None:
 
 def layers_with_own_layout(model: nn.Module) -> list[str]:
     """Class names of layers that do not hold their weights as they are loaded."""
-    return [
-        type(module).__name__
-        for module in model.modules()
-        if type(getattr(module, "quant_method", None)).__name__ not in _PLAIN_METHODS or "MLA" in type(module).__name__
-    ]
+    return [type(module).__name__ for module in model.modules() if not _is_plain(module)]
+
+
+def _is_plain(module: Any) -> bool:
+    method = getattr(module, "quant_method", None)
+    if type(method).__name__ == "UnquantizedFusedMoEMethod":
+        return method.unquantized_backend.name in _PLAIN_EXPERTS and module.activation.value == "silu"
+    return type(method).__name__ in _PLAIN_METHODS and "MLA" not in type(module).__name__
 
 
 @contextmanager
 def plain_weights_remain() -> Iterator[None]:
     """Models loaded inside keep their plain weights beside the packed copies that vLLM makes of them for a CPU."""
-    pack = layer_utils.dispatch_cpu_unquantized_gemm
+    pack, pack_experts = layer_utils.dispatch_cpu_unquantized_gemm, CPUUnquantizedExperts.process_weights_after_loading
+
+    def pack_copies(kernel: CPUUnquantizedExperts, layer: Any) -> None:
+        names = [name for name in _EXPERT_WEIGHTS if hasattr(layer, name)]
+        layer.plain_experts = {name: (getattr(layer, name), getattr(layer, name).data) for name in names}
+        pack_experts(kernel, layer)
+
     layer_utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
+    CPUUnquantizedExperts.process_weights_after_loading = pack_copies
     try:
         yield
     finally:
         layer_utils.dispatch_cpu_unquantized_gemm = pack
+        CPUUnquantizedExperts.process_weights_after_loading = pack_experts
+
+
+def packed_experts(model: nn.Module) -> list[Any]:
+    """Layers of experts that compute with packed weights (on a CPU)."""
+    return [module for module in model.modules() if "plain_experts" in vars(module)]
+
+
+def unpack_experts(layer: Any) -> None:
+    """Make the plain weights the layer's parameters again, which `load_weights` writes into."""
+    for name, (parameter, plain) in layer.plain_experts.items():
+        parameter.data = plain
+        setattr(layer, name, parameter)
+
+
+def pack_experts(layer: Any) -> None:
+    _expert_kernel(layer).process_weights_after_loading(layer)
+
+
+def expert_outputs(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What expert i makes of row i of `x`, [experts, hidden]: by vLLM's kernel, and by plain products.
+
+    The kernel computes with the layer's present parameters.
+    """
+    w13, w2 = (layer.plain_experts[name][1] for name in _EXPERT_WEIGHTS[:2])
+    b13, b2 = (layer.plain_experts.get(name, (None, torch.zeros(())))[1] for name in _EXPERT_WEIGHTS[2:])
+    gate, up = (torch.einsum("eoh,eh->eo", w13, x) + b13).chunk(2, dim=-1)
+    plain = torch.einsum("eho,eo->eh", w2, nn.functional.silu(gate) * up) + b2
+    computed, chosen = torch.empty_like(x), torch.arange(len(x), dtype=torch.int32)[:, None]
+    empty = x.new_empty(0)
+    _expert_kernel(layer).apply(
+        *(computed, x, layer.w13_weight, layer.w2_weight, torch.ones(len(x), 1), chosen, layer.activation, len(x)),
+        *(None, None, None, empty, empty, None, False),
+    )
+    return computed, plain
+
+
+def _expert_kernel(layer: Any) -> CPUUnquantizedExperts:
+    return layer.quant_method.moe_kernel.fused_experts
 
 
 def packed_layers(model: nn.Module) -> list[Any]:

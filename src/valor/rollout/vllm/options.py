@@ -70,9 +70,10 @@ def engine_options(
         options["block_size"] = 32
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(rollout, hf, options, world_size)
         overridden = overridden | {"enforce_eager": True}  # compilation is for GPUs
-    elif rollout.tensor_model_parallel_size > 1:
+    else:
+        options["moe_backend"] = "triton"  # holds experts as they are loaded: they can follow the policy's
         # Its buffers are shared between processes by handles that memory in expandable segments does not have.
-        options["disable_custom_all_reduce"] = True
+        options["disable_custom_all_reduce"] = rollout.tensor_model_parallel_size > 1
     return options | overridden
 
 

@@ -39,6 +39,7 @@ class HeldWeights:
         self._dtype = dtype
         self.group = internals.tensor_parallel_group()
         self._packed = internals.packed_layers(model)
+        self._packed_experts = internals.packed_experts(model)
 
     @torch.no_grad()
     def write(self, weights: NamedTensors, version: int) -> int:
@@ -47,6 +48,8 @@ class HeldWeights:
         Collective over the group. RuntimeError when the engine then holds anything else than what was sent.
         """
         sent: list[Tensor] = []
+        for layer in self._packed_experts:
+            internals.unpack_experts(layer)
         self._model.load_weights(self._counted(weights, sent))
         for layer in self._packed:
             internals.pack_again(layer)
@@ -56,6 +59,9 @@ class HeldWeights:
             raise RuntimeError(f"weights {version}: the engine holds {total:#x}, {expected:#x} was sent")
         for layer in self._packed:
             self._probe(layer, version)
+        for layer in self._packed_experts:
+            internals.pack_experts(layer)
+            self._probe_experts(layer, version)
         return total
 
     def _counted(self, weights: NamedTensors, sums: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -83,3 +89,12 @@ class HeldWeights:
         units = nn.functional.one_hot(columns, size).to(layer.weight.dtype)
         if not torch.equal(internals.packed_product(layer, units), layer.weight[:, columns].T):
             raise RuntimeError(f"weights {version}: a packed {type(layer).__name__} computes with other weights")
+
+    def _probe_experts(self, layer: Any, version: int) -> None:
+        """Each expert computes what plain products with the written weights give, up to rounding."""
+        experts, _, hidden = layer.plain_experts["w13_weight"][1].shape
+        x = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(version)).to(self._dtype)
+        computed, plain = internals.expert_outputs(layer, x)
+        rounding = 64 * torch.finfo(self._dtype).eps * plain.abs().amax(dim=-1, keepdim=True)
+        if not ((computed - plain).abs() <= rounding).all():
+            raise RuntimeError(f"weights {version}: experts of a {type(layer).__name__} compute with other weights")
