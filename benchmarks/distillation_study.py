@@ -1,0 +1,193 @@
+"""Sampled tokens until the demo's task is solved: by a teacher, by two half-knowing ones, by oneself, and by GRPO.
+
+    python benchmarks/distillation_study.py --out runs/distillation_study [--seeds 5]
+    python benchmarks/distillation_study.py --out runs/distillation_study --write benchmarks/results/distillation.md
+
+Each seed has its own model, sums and warm start (a teacher who often forgets the carry). The student starts there in
+every arm. Its teacher is what PPO makes of the same start in `valor demo`; the half-knowing ones are right where the
+first number is below 55, or where it is not, and else always forget the carry; `self` has no teacher and no reward: the
+policy scores its answers as if its prompt had named the result, which the warm start has seen (in all arms).
+An arm is run with several numbers of samples a step, one update each (GRPO eight to a prompt), and validated after each
+step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation that reaches 0.99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+from pathlib import Path
+
+from scipy import stats
+
+from valor.lab import arithmetic
+from valor.lab.demo import ppo_overrides, sft_overrides
+from valor.trainer.main_ppo import main as ppo
+from valor.trainer.main_sft import main as sft
+
+GOAL = 0.99
+ACCURACY = f"val-core/{arithmetic.DATA_SOURCE}/reward/mean@1"
+HINT = "{prompt}{ground_truth}="
+TEACH = [
+    "distillation.enabled=true",
+    "distillation.distillation_loss.use_task_rewards=false",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+]
+WHOLE = "distillation.distillation_loss.loss_mode=reverse_kl"
+SELF = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
+# Samples a step, and steps at most.
+SIZES = {"grpo": {256: 20, 64: 30, 16: 60, 8: 80}, "teacher": {32: 20, 8: 40, 4: 60}}
+SIZES |= {"two": SIZES["teacher"], "self": SIZES["teacher"]}
+
+
+def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
+    """Data, the students' start and its teachers, in `out`; the data and the start."""
+    files, start = arithmetic.DataFiles.of(out / "data"), out / "sft" / "huggingface" / "actor"
+    if (out / "done").exists():
+        return files, start
+    rng = random.Random(seed)
+    problems = arithmetic.make_problems(rng)
+    arithmetic.make_model(out / "model", seed)
+    for path, part in ((files.train, problems[256:]), (files.val, problems[:256])):
+        rows = ((arithmetic.question(a, b), str(a + b), {"half": _half(a)}) for a, b in part)
+        arithmetic.write_prompts(path, arithmetic.DATA_SOURCE, "math", rows)
+
+    def hinted() -> list[dict[str, str]]:
+        a, b = rng.choice(problems[256:])
+        if rng.random() < 0.5:
+            return arithmetic.demonstration(rng, a, b)
+        return _chat(f"{arithmetic.question(a, b)}{a + b}=", arithmetic.worked_answer(a, b))
+
+    arithmetic.write_demonstrations(files, 16_000, 256, hinted)
+    _done(sft([*sft_overrides(out / "model", files, out / "sft", seed), "data.max_length=24"]))
+    _done(ppo([*ppo_overrides(start, files, out / "taught", "ppo", seed), *QUIET]))
+    for half in ("low", "high"):
+        own = arithmetic.DataFiles.of(out / half)
+
+        def knows_half(half: str = half) -> list[dict[str, str]]:
+            a, b = rng.choice(problems[256:])
+            return _chat(arithmetic.question(a, b), arithmetic.worked_answer(a, b, forget_carry=_half(a) != half))
+
+        arithmetic.write_demonstrations(own, 8_000, 256, knows_half)
+        _done(sft([*sft_overrides(start, own, out / half, seed), "trainer.total_training_steps=300"]))
+    (out / "done").touch()
+    return files, start
+
+
+QUIET = ["trainer.report=false", "trainer.save_freq=-1", "trainer.log_generations=0", "trainer.console_sample_freq=-1"]
+
+
+def _half(a: int) -> str:
+    return "low" if a < 55 else "high"
+
+
+def _chat(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _done(code: int) -> None:
+    if code:
+        raise SystemExit(code)
+
+
+def settings(arm: str, out: Path, samples: int) -> list[str]:
+    if arm == "grpo":
+        return [f"data.train_batch_size={samples // 8}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples // 8}"]
+    batch = [f"data.train_batch_size={samples}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples}"]
+    if arm == "self":
+        return [*TEACH, *batch, *SELF, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
+    if arm == "teacher":
+        path = out / "taught" / "huggingface" / "actor"
+        return [*TEACH, *batch, WHOLE, f"distillation.teacher_models.one.model_path={path}"]
+    two = [
+        f"distillation.teacher_models.{half}={{key: {half}, model_path: {out / half / 'huggingface' / 'actor'}}}"
+        for half in ("low", "high")
+    ]
+    return [*TEACH, *batch, WHOLE, "distillation.teacher_key=half", *two]
+
+
+def run(arm: str, samples: int, rate: str, out: Path, seed: int) -> None:
+    """One run, unless it is there."""
+    files, start = prepare(out, seed)
+    folder = out / "runs" / f"{arm}-{samples}-{rate}"
+    if (folder / "done").exists():
+        return
+    steps = [f"trainer.total_training_steps={SIZES[arm][samples]}", "trainer.test_freq=1"]
+    optimizer = [f"actor_rollout_ref.actor.optim.lr={rate}"]
+    base = ppo_overrides(start, files, folder, "grpo", seed)
+    _done(ppo([*base, *settings(arm, out, samples), *steps, *optimizer, *QUIET]))
+    (folder / "done").touch()
+
+
+def tokens_to_goal(folder: Path, samples: int) -> tuple[float, float, float]:
+    """Sampled tokens up to the goal (infinite: never), accuracy before and after."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    sampled, reached = 0.0, float("inf")
+    for row in rows:
+        sampled += samples * row.get("response_length/mean", 0.0)
+        if row.get(ACCURACY, 0.0) >= GOAL and reached == float("inf"):
+            reached = sampled
+    scores = [row[ACCURACY] for row in rows if ACCURACY in row]
+    return reached, scores[0], scores[-1]
+
+
+def table(out: Path, seeds: int, rates: list[str]) -> str:
+    lines = [
+        "| arm | samples a step | learning rate | before | after | seeds at 0.99 | tokens to 0.99, median (all) "
+        "| GRPO's best / this, median (95 %) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    cells = {
+        (arm, samples, rate): [
+            tokens_to_goal(out / str(seed) / "runs" / f"{arm}-{samples}-{rate}", samples) for seed in range(seeds)
+        ]
+        for arm, sizes in SIZES.items()
+        for samples in sizes
+        for rate in rates
+        if all((out / str(seed) / "runs" / f"{arm}-{samples}-{rate}" / "done").exists() for seed in range(seeds))
+    }
+    best = [min(values[seed][0] for key, values in cells.items() if key[0] == "grpo") for seed in range(seeds)]
+    for (arm, samples, rate), values in cells.items():
+        tokens = [reached for reached, _, _ in values]
+        ratios = [b / t for b, t in zip(best, tokens, strict=True)]
+        interval = "-"
+        if len(ratios) > 2 and min(ratios) > 0:
+            low, high = stats.bootstrap((ratios,), statistics.median, vectorized=False, rng=0).confidence_interval
+            interval = f"{statistics.median(ratios):.1f} ({low:.1f} to {high:.1f})"
+        every = ", ".join("never" if t == float("inf") else f"{t:,.0f}" for t in tokens)
+        mean = [statistics.mean(value[i] for value in values) for i in (1, 2)]
+        solved = sum(t < float("inf") for t in tokens)
+        lines.append(
+            f"| {arm} | {samples} | {rate} | {mean[0]:.2f} | {mean[1]:.3f} | {solved} of {seeds} "
+            f"| {statistics.median(tokens):,.0f} ({every}) | {interval} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/distillation_study"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", nargs="+", default=["1e-4", "3e-4"])
+    parser.add_argument("--arms", nargs="+", default=list(SIZES))
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.write:
+        for seed in range(arguments.seeds):
+            for arm in arguments.arms:
+                for samples in SIZES[arm]:
+                    for rate in arguments.rates:
+                        run(arm, samples, rate, arguments.out / str(seed), seed)
+    text = table(arguments.out, arguments.seeds, arguments.rates)
+    print(text)
+    if arguments.write:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        about = f"`python benchmarks/distillation_study.py --seeds {arguments.seeds}`, commit {commit}."
+        arguments.write.write_text(f"# Teachers and GRPO on the demo's sums\n\n{about}\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
