@@ -108,6 +108,13 @@ def test_the_distance_of_a_run_is_that_of_plain_transformers(form, tiny, teacher
     step = next(step for step in read_metrics(tmp_path) if "actor/distillation/loss" in step)
     assert step["actor/distillation/loss"] == pytest.approx(float(expected), rel=1e-4)
     assert "actor/pg_loss" in step if form == "k1 as advantage" else "actor/pg_loss" not in step
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()]
+    if form in ("k3", "k1 as advantage"):  # the report shows how likely the teacher finds each sampled token
+        by_teacher = [d.log_prob(tokens(row)) for d, row in zip(distributions(teacher, rows), rows, strict=True)]
+        shown = torch.tensor(samples[0]["teacher_log_probs"])
+        assert any(len(shown) == len(one) and torch.allclose(shown, one, atol=1e-4) for one in by_teacher)
+    else:
+        assert "teacher_log_probs" not in samples[0]
 
 
 def test_with_a_critic_the_signal_is_a_reward_and_a_resumed_run_is_the_same(teacher, overrides, tmp_path):

@@ -11,7 +11,7 @@ from valor.config.tree import flatten, get_at
 from valor.report import pictures
 from valor.report.figures import drawn, section
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
-from valor.report.samples import SIGNALS, sample_groups
+from valor.report.samples import sample_groups, signals
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.diagnosis import RULES, WINDOW
@@ -33,6 +33,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
     sections |= {"samples": "Samples"} if run.samples else {}
     settings = [[key, show(value).strip("'")] for key, value in flatten(run.config).items()]
+    groups = sample_groups(run.samples)
     page = render_page(
         "report",
         {"figures": drawn(content), "metrics": _curves(run.metrics), "live": live},
@@ -47,10 +48,10 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         early=num_steps(run) < WINDOW,
         sections=sections | {"metrics": "Every metric", "config": "Configuration"},
         content=content,
-        groups=sample_groups(run.samples),
+        groups=groups,
         about=run.info.get("about"),
         opening=_opening(run.samples),
-        signals=SIGNALS,
+        signals=signals(groups),
         metrics_table=pictures.metrics_table(run.metrics),
         config=section("config", "Configuration", table=(["key", "value"], settings)),
     )

@@ -1,7 +1,8 @@
 """Sample generations as assets/macros.html shows them: facts, turns, calls, and tokens with colours and numbers.
 
 A token's style has its share of the deepest colour for each signal: `--g` (advantages above 0) and `--b` (below), `--v`
-(values), `--s` (surprise). Advantages and log-probs are scaled by step, values over the run, so that colours compare.
+(values), `--s` (surprise), `--t` (nats by which the teacher finds it less likely than the policy does), `--m` (more
+likely). Values are scaled over the run, all else by step, so that colours compare.
 """
 
 import json
@@ -11,22 +12,40 @@ from typing import Any
 
 from valor.report.skeleton import short
 
-SIGNALS = {"advantages": "Advantage", "values": "Value", "log_probs": "Surprise"}
-_NUMBERS = {"advantage": "advantages", "value": "values", "return": "returns", "log-prob": "log_probs"}
+_SIGNALS = {"advantages": "Advantage", "values": "Value", "log_probs": "Surprise", "teacher_gaps": "Teacher"}
+_NUMBERS = {
+    **{"advantage": "advantages", "value": "values", "return": "returns", "log-prob": "log_probs"},
+    **{"teacher's log-prob": "teacher_log_probs", "log-prob minus teacher's": "teacher_gaps"},
+}
 _PART: dict[str, Any] = {"prompt": None, "rewritten": "", "title": "", "told": False, "calls": []}
 _ENDS = {"stop": "itself", "length": "the limit on tokens", "turns": "the limit on turns", "abort": "an error"}
 
 
 def sample_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups of `read_samples` with their samples as `cards`."""
+    groups = [{**group, "records": [_with_gaps(record) for record in group["records"]]} for group in groups]
     records = [record for group in groups for record in group["records"]]
     values = [v for r in records if r.get("values") for v in (*r["values"], r["reward"]) if v is not None]
     bounds = (min(values), max(values)) if values else (0.0, 1.0)
     shown = []
     for group in groups:
-        reach = {name: _reach(group["records"], name) for name in ("advantages", "log_probs")}
+        reach = {name: _reach(group["records"], name) for name in ("advantages", "log_probs", "teacher_gaps")}
         shown.append({**group, "cards": [_card(record, reach, bounds) for record in group["records"]]})
     return shown
+
+
+def signals(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What tokens of the groups of `sample_groups` can be coloured by, with its label."""
+    records = [record for group in groups for record in group["records"]]
+    return {name: label for name, label in _SIGNALS.items() if any(record.get(name) for record in records)}
+
+
+def _with_gaps(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With `teacher_gaps`, log π − log ν of each token in nats, where a teacher has scored it."""
+    if not record.get("teacher_log_probs"):
+        return record
+    pairs = zip(record["log_probs"], record["teacher_log_probs"], strict=True)
+    return {**record, "teacher_gaps": [None if None in pair else pair[0] - pair[1] for pair in pairs]}
 
 
 def _reach(records: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -86,6 +105,8 @@ def _token(
         shares["--v"] = (value - bounds[0]) / ((bounds[1] - bounds[0]) or 1.0)
     if is_own and (log_prob := numbers["log-prob"]) is not None:
         shares["--s"] = -log_prob / reach["log_probs"]
+    if is_own and (gap := numbers["log-prob minus teacher's"]) is not None:
+        shares["--t" if gap > 0 else "--m"] = abs(gap) / reach["teacher_gaps"]
     style = ";".join(f"{name}:{min(max(share, 0.0), 1.0):.2f}" for name, share in shares.items())
     text = record["tokens"][i].replace("\n", "↵\n").replace("\t", "⇥\t")
     return {"text": text, "title": "\n".join(lines), "style": style}

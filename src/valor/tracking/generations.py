@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 from valor.tracking.rundir import samples_file, write_atomically
 
 Split = Literal["train", "val"]
-_MEASURED = ("advantages", "values", "log_probs", "returns")
+_MEASURED = ("advantages", "values", "log_probs", "returns", "teacher_log_probs")
 _TORN = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
 _MAX_WINDOW = 256  # tokens; bytes that never become a character are given up after so many
 
@@ -41,6 +41,7 @@ class Sample:
     values: Sequence[float | None] | None = None
     returns: Sequence[float | None] | None = None
     log_probs: Sequence[float | None] | None = None
+    teacher_log_probs: Sequence[float | None] | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
     episode: dict[str, Any] | None = None
     images: str | None = None
@@ -79,10 +80,11 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     facts = {"step": step, "split": split, **asdict(sample)}
-    if sample.images is None:
-        del facts["images"]
+    for name in ("images", "teacher_log_probs"):
+        if facts[name] is None:
+            del facts[name]
     record = to_jsonable_python(facts, inf_nan_mode="null", fallback=_plain)
-    for name in _MEASURED:
+    for name in facts.keys() & set(_MEASURED):
         record[name] = record[name] and [None if number is None else float(f"{number:.6g}") for number in record[name]]
     return record
 

@@ -26,7 +26,10 @@ from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
-_PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
+_PER_TOKEN = {
+    **{name: name for name in ("advantages", "values", "returns", "teacher_log_probs")},
+    "log_probs": "rollout_log_probs",
+}
 _OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1+")  # an image has a token a feature
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds

@@ -102,6 +102,20 @@ def test_samples_open_where_there_is_something_to_learn(tmp_path):
     assert re.findall(r"<option value=\"\d+\" selected>(.*?)</option>", page) == ["step 2"]
 
 
+def test_tokens_are_coloured_by_what_a_teacher_makes_of_them(tmp_path):
+    make_run(tmp_path, steps=1, critic=False)
+    gaps = Sample("2+3=", ["5", "!", "?"], 1.0, log_probs=[-0.5, -1.0, None], teacher_log_probs=[-2.5, -0.5, None])
+    write_samples(tmp_path, 1, [gaps])
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r'<button type="button" value="(\w+)"', page) == ["log_probs", "teacher_gaps"]
+    styles = re.findall(r'<span[^>]*style="([^"]*--[tm][^"]*)"[^>]*>(.)', page)
+    assert {(re.findall(r"--[tm]:[0-9.]+", style)[0], token) for style, token in styles} == {
+        ("--t:1.00", "5"),
+        ("--m:1.00", "!"),
+    }
+    assert "log-prob minus teacher" in page
+
+
 def test_names_say_which_run_and_which_model(tmp_path):
     run_dir = make_run(tmp_path / "lookup" / "ppo", steps=2)
     config = (run_dir / "config.yaml").read_text().replace("smollm2-ppo-critic", "run")
