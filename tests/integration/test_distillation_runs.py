@@ -1,7 +1,11 @@
 """Students that learn from teachers: every form of the signal, two teachers, a pool of their own, a resumed run."""
 
 import json
-from collections.abc import Callable
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +18,7 @@ from tokenizers.models import WordLevel
 from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from json_http import JsonHandler
 from valor.trainer.main_ppo import main
 
 LOSS = "distillation.distillation_loss"
@@ -212,3 +217,94 @@ def test_mistakes_are_one_line(line, tiny, teacher, overrides, tmp_path, capsys)
     assert main(overrides(tmp_path / "run", *taught(teacher, *ALONE), *more)) == 2
     (said,) = [text for text in capsys.readouterr().err.splitlines() if line in text]
     assert "Traceback" not in said and not (tmp_path / "run").exists()
+
+
+class TeacherServer:
+    """What vLLM and SGLang answer to `echo` with `logprobs`, by plain transformers. `fault`: what it does wrong."""
+
+    def __init__(self, model: Path) -> None:
+        self.hf, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        self.fault, self.models, self.requests, self.refuses_from = "", ["m"], 0, sys.maxsize
+        server = self
+
+        class Handler(JsonHandler):
+            def do_GET(self) -> None:
+                self.reply(200, {"data": [{"id": name} for name in server.models]})
+
+            def do_POST(self) -> None:
+                self.reply(*server.completion(self.request_json()))
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def completion(self, body: dict) -> tuple[int, dict]:
+        assert body["model"] == "m" and body["echo"] and body["temperature"] == 1.0 and body["max_tokens"] == 1
+        self.requests += 1
+        ids = body["prompt"]
+        if isinstance(ids, str):
+            ids = self.tokenizer(ids)["input_ids"] + ([5] if self.fault == "other tokenizer" else [])
+        with torch.no_grad():
+            table = self.hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+        numbers = [None, *(float(table[i, token]) for i, token in enumerate(ids[1:])), float(table[-1].max())]
+        if self.fault == "refuses" or self.requests >= self.refuses_from:
+            return 400, {"message": "prompt logprobs are off"}
+        return 200, {"choices": [{"logprobs": None if self.fault == "silent" else {"token_logprobs": numbers}}]}
+
+
+@pytest.fixture
+def served(teacher) -> Iterator[TeacherServer]:
+    server = TeacherServer(teacher)
+    yield server
+    server.http.shutdown()
+
+
+def behind(server: TeacherServer, *more: str) -> list[str]:
+    return ["distillation.enabled=true", f"distillation.teacher_models.one.url={server.url}", *SIGNAL, *more]
+
+
+def test_a_teacher_behind_a_server_is_the_one_that_is_loaded(teacher, served, overrides, tmp_path, capsys):
+    more = (*ALONE, "trainer.total_training_steps=2", "trainer.save_freq=1")
+    assert main(overrides(tmp_path / "here", *taught(teacher, *SIGNAL, *more))) == 0
+    served.refuses_from = 2 + 16 + 1  # the check of tokens, a request a row, and then no more
+    assert main(overrides(tmp_path / "served", *behind(served, *more))) == 1
+    assert f"the teacher at {served.url} failed: status 400" in capsys.readouterr().err
+    served.refuses_from = sys.maxsize
+    assert main(overrides(tmp_path / "served", *behind(served, *more, "trainer.resume_mode=auto"))) == 0
+    runs = (read_metrics(tmp_path / run) for run in ("here", "served"))
+    steps = [[step for step in run if "distillation/reverse_kl" in step] for run in runs]
+    for here, there in zip(*steps, strict=True):
+        for key in ("distillation/reverse_kl", "actor/distillation/loss", "actor/pg_loss", "actor/grad_norm"):
+            assert there[key] == pytest.approx(here[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("other tokenizer", "its model has another tokenizer than the policy"),
+        ("silent", "it gives no log-probs of a prompt"),
+        ("refuses", "status 400: .*prompt logprobs are off"),
+    ],
+)
+def test_a_server_that_cannot_teach_is_one_line(fault, line, served, overrides, tmp_path, capsys):
+    served.fault = fault
+    assert main(overrides(tmp_path, *behind(served, *ALONE))) == 2
+    assert re.search(f"distillation.teacher_models.one.url=http://.*{line}", capsys.readouterr().err)
+
+
+def test_what_a_served_teacher_does_not_go_with_is_one_line(served, overrides, tmp_path, capsys):
+    for more, line in {
+        f"{LOSS}.loss_mode=reverse_kl": "a server scores sampled tokens: set",
+        "actor_rollout_ref.rollout.temperature=0.7": "a server scores at temperature 1",
+        "distillation.teacher_models.one.override_config.attention_dropout=0.0": "the server has loaded its model",
+        "distillation.teacher_models.two.model_path=x": "some are models here, some behind a url",
+    }.items():
+        assert main(overrides(tmp_path, *behind(served, *ALONE, f"{LOSS}.use_policy_gradient=false", more))) == 2
+        assert line in capsys.readouterr().err
+    served.models = ["a", "b"]
+    assert main(overrides(tmp_path, *behind(served, *ALONE))) == 2
+    assert "say which of the served models it is: a, b" in capsys.readouterr().err
+    served.http.shutdown()
+    served.http.server_close()
+    assert main(overrides(tmp_path, *behind(served, *ALONE))) == 2
+    assert "no server at distillation.teacher_models.one.url" in capsys.readouterr().err

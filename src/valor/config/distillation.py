@@ -66,6 +66,8 @@ class TeacherConfig(Section):
 
     model_path: PathStr | None = None
     """Hugging Face hub id or local directory, of the policy's tokenizer; null: the policy, as it is before the step."""
+    url: str | None = None
+    """OpenAI-compatible server of such a model (vLLM, SGLang): http://HOST:8000/v1; model_path: its name there."""
     prompt_template: str | None = None
     """What it reads in place of the last message: a text with {prompt} and columns such as {ground_truth} in it."""
     temperature: PositiveFloat | None = None
@@ -99,8 +101,12 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
             yield f"{at}enabled=true has no teacher: set {at}teacher_models.teacher_model.model_path"
         for name, teacher in teachers.items():
             this, template = f"{at}teacher_models.{name}", teacher.prompt_template
-            if teacher.model_path is None and template is None:
+            if teacher.model_path is None and teacher.url is None and template is None:
                 yield f"{this} has no model: set {this}.model_path, or {this}.prompt_template for the policy to read"
+            if teacher.url is not None and loss.of_distributions:
+                yield f"{this}.url: a server scores sampled tokens: set {at}distillation_loss.loss_mode=k3"
+            if teacher.url is not None and (teacher.override_config or teacher.trust_remote_code):
+                yield f"{this}.url: the server has loaded its model: drop override_config and trust_remote_code"
             if template is not None and "{prompt}" not in template:
                 yield f"{this}.prompt_template has no {{prompt}} in it: the teacher would not see the question"
             if template is not None and loss.of_distributions:
@@ -108,16 +114,22 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
                 yield f"{this}.prompt_template is for sampled tokens: set {mode} to an estimator such as k3"
             if len(teachers) > 1 and teacher.key is None:
                 yield f"{at}teacher_models.{name}.key is not set: say which rows ({at}teacher_key) are this teacher's"
-        if 0 < len(self.models) < len(teachers):
-            yield f"{at}teacher_models: some have a model_path and some are the policy: give all of them one, or none"
+        if any(0 < len(part) < len(teachers) for part in (self.models, self.served)):
+            yield (f"{at}teacher_models: some are models here, some behind a url, some the policy: make all the same")
         for value, count in Counter(teacher.key for teacher in teachers.values()).items():
             if count > 1 and value is not None:
                 yield f"{at}teacher_models: {count} teachers have the key '{value}': give each rows of its own"
 
     @property
     def models(self) -> dict[str, TeacherConfig]:
-        """The teachers that are not the policy itself."""
-        return {name: teacher for name, teacher in self.teacher_models.items() if teacher.model_path is not None}
+        """The teachers that this run loads."""
+        teachers = self.teacher_models.items()
+        return {name: teacher for name, teacher in teachers if teacher.model_path is not None and teacher.url is None}
+
+    @property
+    def served(self) -> dict[str, TeacherConfig]:
+        """The teachers behind servers."""
+        return {name: teacher for name, teacher in self.teacher_models.items() if teacher.url is not None}
 
     @property
     def of_distributions(self) -> bool:

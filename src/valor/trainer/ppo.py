@@ -34,6 +34,7 @@ from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import phases_of
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
+from valor.trainer.served_teacher import check_served
 from valor.trainer.step_metrics import throughput_metrics
 from valor.trainer.teachers import check_routes
 from valor.trainer.updates import Critics, Updates
@@ -62,6 +63,8 @@ class PPORun(Run):
         check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
         check_routes(config, inputs)
+        for name, teacher in config.distillation.served.items() if config.distillation.enabled else ():
+            check_served(name, teacher, inputs.tokenizer)
         check_critic_prompts(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps

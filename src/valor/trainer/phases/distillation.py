@@ -14,6 +14,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.phases.base import Metrics, Phase, where_true
 from valor.trainer.prompt_templates import COLUMNS, reading_more
+from valor.trainer.served_teacher import served_log_probs
 from valor.trainer.teachers import TEMPLATE, routed
 from valor.workers.actor import sampled_options
 from valor.workers.roles import teacher_names
@@ -56,6 +57,11 @@ class Teachers(Phase):
                 "distillation.teacher_models.<name>.prompt_template is for answers of one turn, and here episodes are "
                 "played: drop it": config.plays_episodes
                 and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
+                "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
+                "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
+                    (teacher.temperature or config.actor_rollout_ref.rollout.temperature) != 1.0
+                    for teacher in teach.served.values()
+                ),
                 f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
                 "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
                 f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
@@ -69,7 +75,9 @@ class Teachers(Phase):
     def plan(self) -> str:
         teach = self.config.distillation
         loss = teach.distillation_loss
-        names = ", ".join(f"{name} ({t.model_path or 'the policy'})" for name, t in teach.teacher_models.items())
+        names = ", ".join(
+            f"{name} ({t.url or t.model_path or 'the policy'})" for name, t in teach.teacher_models.items()
+        )
         by = f" by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
         form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
         beside = f"{teach.coefficient:g} x beside the task's reward" if loss.use_task_rewards else "alone"
@@ -112,8 +120,9 @@ class TeacherLogProbs(Phase):
             tokenizer, options = self.resources.collector.inputs.tokenizer, self.config.data.apply_chat_template_kwargs
             rows = rows.union(reading_more(rows, teacher.prompt_template, TEMPLATE, tokenizer, options))
         rows.meta["temperature"] = teacher.temperature or rows.meta["temperature"]
-        if role == "actor":
-            return self.resources.roles[role].compute_log_probs(rows, with_entropy=False)["old_log_probs"]
+        return self._log_probs(rows, role, teacher)
+
+    def _log_probs(self, rows: Batch, role: str, teacher: TeacherConfig) -> Tensor:
         return self.resources.roles[role].compute_log_probs(rows)["teacher_log_probs"]
 
     def _gap(self, of: str, batch: Batch, log_probs: Tensor) -> Metrics:
@@ -129,7 +138,24 @@ class SelfTeacherLogProbs(TeacherLogProbs):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.distillation.of_samples and not config.distillation.models
+        teach = config.distillation
+        return teach.of_samples and not teach.models and not teach.served
+
+    def _log_probs(self, rows: Batch, role: str, teacher: TeacherConfig) -> Tensor:
+        return self.resources.roles[role].compute_log_probs(rows, with_entropy=False)["old_log_probs"]
+
+
+class ServedTeacherLogProbs(TeacherLogProbs):
+    """One request for each row to the server of its teacher."""
+
+    role = None
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.of_samples and bool(config.distillation.served)
+
+    def _log_probs(self, rows: Batch, role: str, teacher: TeacherConfig) -> Tensor:
+        return served_log_probs(teacher, rows)
 
 
 class TeacherRewards(Phase):

@@ -8,7 +8,13 @@ from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
 from valor.trainer.phases.critic_prompts import CriticPrompts
-from valor.trainer.phases.distillation import SelfTeacherLogProbs, TeacherLogProbs, TeacherRewards, Teachers
+from valor.trainer.phases.distillation import (
+    SelfTeacherLogProbs,
+    ServedTeacherLogProbs,
+    TeacherLogProbs,
+    TeacherRewards,
+    Teachers,
+)
 from valor.trainer.phases.group_baseline import GroupBaseline
 from valor.trainer.phases.measure import BatchMetrics, Samples
 from valor.trainer.phases.old_log_probs import (
@@ -38,6 +44,7 @@ STANDARD: list[type[Phase]] = [
     Teachers,
     TeacherLogProbs,
     SelfTeacherLogProbs,
+    ServedTeacherLogProbs,
     Rewards,
     TeacherRewards,
     ValuesInTheUpdate,
