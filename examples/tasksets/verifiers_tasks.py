@@ -56,7 +56,7 @@ class Verifiers(Env):
 
     @classmethod
     def rows(cls, name: str, most: int | None = None, **config: Any) -> list[dict[str, Any]]:
-        """The first `most` tasks of the task set `name` (installed, or `file.py:Class`); `config`: fields of its config.
+        """The first `most` tasks of the task set `name` (installed, or `file.py:Class`); `config`: fields of its own.
 
         UserError: there is no such task set, or it cannot be played here.
         """
