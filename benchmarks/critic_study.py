@@ -49,7 +49,6 @@ METHODS: Arms = {
     "asyppo": AGREEMENT,
     "branches": {"algorithm.branch_values": {"share": 0.125, "branches": 2}},
 }
-QUANTILE = {"critic.value_loss": "quantile"}
 ENTROPY = {**MINI, "actor_rollout_ref.actor.entropy_coeff": 0.003}
 PROVER = {
     "enable": True,
@@ -75,16 +74,6 @@ PARTS: dict[str, tuple[float, Arms]] = {
                 "algorithm.adv_kwargs": {"gate": "smooth"},
                 **WITHOUT,
             },
-        },
-    ),
-    "distributions": (
-        0.2,
-        {
-            "mse": {},
-            "quantile": QUANTILE,
-            "quantile, CVaR 0.25": {**QUANTILE, "critic.value_levels": [0.0, 0.25]},
-            "quantile, tails of 0.1 out": {**QUANTILE, "critic.value_levels": [0.1, 0.9]},
-            "quantile, distributional GAE λ 0.9": {**QUANTILE, "algorithm.lam": 0.9},
         },
     ),
     "mini_critics": (

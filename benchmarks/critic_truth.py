@@ -29,7 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "huber": {"critic.value_loss": "huber", "critic.value_loss_kwargs": {"huber_delta": 0.1}},
     "bce": {"critic.value_loss": "bce"},
     "hl_gauss": {"critic.value_loss": "hl_gauss", "critic.value_loss_kwargs": BINS},
-    "quantile": {"critic.value_loss": "quantile"},
     "ensemble, mean": ENSEMBLE,
     "ensemble, min": {**ENSEMBLE, "critic.ensemble_reduce": "min"},
     "λ_critic 0.9": {"algorithm.lam_critic": 0.9},

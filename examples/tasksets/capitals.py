@@ -1,6 +1,7 @@
 """A task set of verifiers (v1): a question, a tool that knows, a reward of the last answer.
 
-valor ppo data.taskset=examples/tasksets/capitals.py:CapitalsTaskset actor_rollout_ref.model.path=MODEL
+valor ppo data.taskset=examples/tasksets/verifiers_tasks.py:Verifiers actor_rollout_ref.model.path=MODEL \\
+    'data.taskset_kwargs={name: examples/tasksets/capitals.py:CapitalsTaskset}'
 """
 
 import verifiers.v1 as vf

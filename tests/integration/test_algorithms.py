@@ -114,10 +114,9 @@ def test_dr_grpo(train):
         ["value_loss=huber", "value_loss_kwargs={huber_delta:0.5}"],
         ["value_loss=bce"],
         ["value_loss=hl_gauss", "value_loss_kwargs={num_bins:11,value_max:2.0}"],
-        ["value_loss=quantile", "value_loss_kwargs={num_quantiles:7}"],
         ["value_loss=mse", "cliprange_value=null"],
     ],
-    ids=["huber", "bce", "hl_gauss", "quantile", "unclipped"],
+    ids=["huber", "bce", "hl_gauss", "unclipped"],
 )
 def test_each_value_loss(settings, train, tiny, tmp_path):
     rows = train(*[f"critic.{s}" for s in settings], "critic.optim.lr=1e-2")
@@ -136,9 +135,6 @@ def test_each_value_loss(settings, train, tiny, tmp_path):
         assert rows[0]["critic/vf_loss"] <= math.log(11) + 1e-4
         kept = ("value_head_output", "value_min", "value_max")
         assert [head[k] for k in kept] == ["bins", 0.0, 2.0] and len(head["id2label"]) == 11
-    elif "value_loss=quantile" in settings:
-        assert rows[0]["critic/values/max"] == 0.0 != rows[1]["critic/values/max"]
-        assert head["value_head_output"] == "quantiles" and len(head["id2label"]) == 7
     else:
         assert rows[0]["critic/values/max"] == 0.0 and head["value_head_output"] == "value"
 
@@ -146,44 +142,16 @@ def test_each_value_loss(settings, train, tiny, tmp_path):
 HL_GAUSS = ("critic.value_loss=hl_gauss", "critic.value_loss_kwargs={num_bins:11}", "critic.optim.lr=1e-2")
 
 
-QUANTILES = (
-    "critic.value_loss=quantile",
-    "critic.value_loss_kwargs={num_quantiles:7,huber_kappa:0.01}",
-    "critic.value_levels=[0,0.5]",
-    "critic.optim.lr=1e-2",
-    "algorithm.lam=0.9",
-)
-
-
-@pytest.mark.parametrize("head", [HL_GAUSS, QUANTILES], ids=["bins", "quantiles"])
-def test_a_critic_of_distributions_resumes_to_the_bit_and_is_a_warm_start(head, train, tmp_path):
-    rows = train(*head, "trainer.save_freq=1", name="whole")
+def test_a_critic_of_bins_resumes_to_the_bit_and_is_a_warm_start(train, tmp_path):
+    rows = train(*HL_GAUSS, "trainer.save_freq=1", name="whole")
     before, critic = weights(tmp_path / "whole", "critic"), tmp_path / "whole" / "huggingface" / "critic"
     shutil.copytree(critic, tmp_path / "critic")
     for leftover in ("global_step_2", "huggingface"):
         shutil.move(tmp_path / "whole" / leftover, tmp_path / leftover)
-    assert train(*head, "trainer.save_freq=1", name="whole") == rows
+    assert train(*HL_GAUSS, "trainer.save_freq=1", name="whole") == rows
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "whole", "critic").items())
-    warm = train(*head, f"critic.model.path={tmp_path / 'critic'}", name="warm")
+    warm = train(*HL_GAUSS, f"critic.model.path={tmp_path / 'critic'}", name="warm")
     assert warm[0]["critic/values/min"] < warm[0]["critic/values/max"]  # not a new head
-
-
-def test_the_lower_half_of_a_distribution_is_worth_less(train, overrides, tmp_path, capsys):
-    train(*QUANTILES, name="made")
-    frozen = (f"critic.model.path={tmp_path / 'made' / 'huggingface' / 'critic'}", "critic.freeze=true")
-    whole, lower = (
-        train(*frozen, f"critic.value_levels={levels}", name=name)[0]["critic/values/mean"]
-        for name, levels in (("mean", "[0,1]"), ("cvar", "[0,0.25]"))
-    )
-    assert lower < whole
-    for wrong, message in (
-        (["critic.value_levels=[0,0.5]"], "reads a part of a distribution, and the head gives a value"),
-        ([*QUANTILES, "critic.value_levels=[0.5,0.5]"], "low below high"),
-        ([*QUANTILES, "algorithm.reward_mask_ratio=0.5"], "algorithm.reward_mask_ratio has no rule"),
-        ([*QUANTILES, "critic.value_loss_kwargs={num_quantiles:1}"], "whole number of at least 2"),
-    ):
-        assert main(overrides(tmp_path / "wrong", *wrong)) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_critic_is_not_taken_for_one_of_another_kind(train, overrides, tmp_path, capsys):

@@ -17,7 +17,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples/tasksets"
 AGENT = "actor_rollout_ref.rollout"
 ROOM = load_file(f"{EXAMPLES}/room.py", "test")
 SETS = {
-    "verifiers": [f"data.taskset={EXAMPLES}/capitals.py:CapitalsTaskset"],
+    "verifiers": [
+        f"data.taskset={EXAMPLES}/verifiers_tasks.py:Verifiers",
+        f"data.taskset_kwargs={{name: '{EXAMPLES}/capitals.py:CapitalsTaskset'}}",
+    ],
     "harbor": [
         f"data.taskset={EXAMPLES}/harbor_tasks.py:Harbor",
         f"data.taskset_kwargs={{folder: {EXAMPLES}/harbor_examples, ignore_dockerfile: true}}",

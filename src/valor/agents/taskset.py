@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valor.agents.env import Env, Methods, find_env
-from valor.agents.verifiers_tasks import is_verifiers, package_of, verifiers_tasks
 from valor.config import PPOConfig
 from valor.errors import UserError
 from valor.user_files import load_object
 
 _KEY = "data.taskset"
-_KINDS = "an installed task set of verifiers, or file.py:Class of one or of an Env with rows()"
+_KINDS = "file.py:Class of an Env with rows(); examples/tasksets has Harbor's and those of verifiers"
 
 
 class Taskset(NamedTuple):
@@ -46,12 +45,10 @@ def _load(name: str, kwargs_json: str, most: int | None) -> Taskset:
     try:
         if Path(name).is_dir():
             raise UserError("is a folder: for Harbor tasks set data.taskset=examples/tasksets/harbor_tasks.py:Harbor")
-        if ":" in name:
-            rows, make = _of_class(load_object(name, _KEY), name, kwargs, most)
-        elif (cls := package_of(name)) is not None:
-            rows, make = verifiers_tasks(cls, name, kwargs, most)
-        else:
-            raise UserError(f"there is no such task set: give {_KINDS}")
+        cls = load_object(name, _KEY) if ":" in name else None
+        if not callable(getattr(cls, "rows", None)):
+            raise UserError(f"is no task set: give {_KINDS}")
+        rows = list(cls.rows(**kwargs))
     except UserError as error:
         message = str(error)
         raise UserError(message if message.startswith(_KEY) else f"{_KEY}={name}: {message}") from None
@@ -61,15 +58,4 @@ def _load(name: str, kwargs_json: str, most: int | None) -> Taskset:
     if not rows:
         raise UserError(f"{_KEY}={name}: it has no tasks")
     numbered = [{**row, "extra_info": {**(row.get("extra_info") or {}), "task": i}} for i, row in enumerate(rows)]
-    return Taskset(numbered[:most], make)
-
-
-def _of_class(
-    cls: Any, name: str, kwargs: Mapping[str, Any], most: int | None
-) -> tuple[Sequence[Mapping[str, Any]], Callable[[], Env]]:
-    """Of a task set of verifiers, or of an environment whose class has `rows(**kwargs)`."""
-    if is_verifiers(cls):
-        return verifiers_tasks(cls, name, kwargs, most)
-    if not callable(getattr(cls, "rows", None)):
-        raise UserError(f"is no task set: give {_KINDS}")
-    return list(cls.rows(**kwargs)), lambda: cls() if issubclass(cls, Env) else Methods(cls, {})
+    return Taskset(numbered[:most], lambda: cls() if issubclass(cls, Env) else Methods(cls, {}))

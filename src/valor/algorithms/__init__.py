@@ -3,7 +3,7 @@
 # ruff: noqa: F401
 
 from valor.algorithms import critic_gate, gae, group_relative, policy_gradient, reinforce, trust_regions, vtrace
-from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress, quantile_targets
+from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress
 from valor.algorithms.distillation import divergence, sampled_divergence
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
@@ -45,4 +45,4 @@ from valor.algorithms.reward_shaping import (
 )
 from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups
-from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, quantiles_of, tail_mean, value_loss
+from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, value_loss

@@ -102,17 +102,3 @@ def advantages_with_progress(
     advantages, returns = compute_advantages(name, response_mask=response_mask, **inputs)
     advantages = advantages + progress
     return masked_whiten(advantages, response_mask, scope=whitening) if whitens else advantages, returns
-
-
-def quantile_targets(name: str, *, quantiles: Tensor, **inputs: Any) -> Tensor:
-    """[B, T, K] returns of the estimator `name` in which each value is the quantile of one level: distributional GAE.
-
-    With gae: target_i,t = θ_i(s_t) + Σ_k (γλ)^k δ_i,t+k, δ_i,t = r_t + γ θ_i(s_t') − θ_i(s_t). A λ-return mixes
-    bootstrapped values; here those of the same level are mixed, so that their distribution keeps its spread. The mean
-    over i is GAE's own return of the mean value, exactly, since both are linear; the spread is exact at λ = 1 (every
-    target is the return) and an approximation below, where the true distribution is the mixture and not the mean of
-    quantile functions. Distributional GAE is the idea of DVPO (https://arxiv.org/abs/2512.03847); this formula is ours,
-    and its regularisers of the tails are not here. inputs: as in `compute_advantages`.
-    """
-    levels = quantiles.unbind(-1)
-    return torch.stack([compute_advantages(name, **{**inputs, "values": level})[1] for level in levels], -1)

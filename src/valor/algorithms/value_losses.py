@@ -1,8 +1,5 @@
-"""Losses of the critic: regression, classification of 0/1 returns, values as distributions of returns (over bins, or by
-quantiles) and how they are read; and the loss of reward models.
-
-Shapes: K quantiles along the last dim, that number i (from 0) at the level τ_i = (i + ½) / K.
-"""
+"""Losses of the critic: regression, classification of 0/1 returns, values as distributions of returns over bins and how
+they are read; and the loss of reward models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -97,66 +94,12 @@ def hl_gauss_target(
     return mass / mass.sum(-1, keepdim=True)
 
 
-def bin_centres(logits: Tensor, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
-    """[K] centres of the bins of logits [..., K]."""
-    num_bins = logits.shape[-1]
-    half = (value_max - value_min) / (2 * num_bins)
-    return torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
-
-
 def hl_gauss_value(logits: Tensor, *, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
     """[...] expected bin centre of logits [..., K]."""
-    return logits.softmax(-1) @ bin_centres(logits, value_min, value_max)
-
-
-def quantile_levels(number: int) -> Tensor:
-    """[K] the levels τ_i."""
-    return (torch.arange(number, dtype=torch.float64) + 0.5) / number
-
-
-@register_value_loss("quantile")
-def quantile_huber(
-    values: Tensor, returns: Tensor, *, num_quantiles: int | None = None, huber_kappa: float = 0.05
-) -> PerToken:
-    """Mean over i and j of |τ_i − 1{u < 0}| · L_κ(u) / κ, u = R_j − θ_i, L_κ Huber's loss of threshold κ; κ = 0: of
-    |τ_i − 1{u < 0}| · |u| (QR-DQN, https://arxiv.org/abs/1710.10044, which sums over i).
-
-    values: θ [B, T, K]; num_quantiles: K, if it is to be checked; returns: R [B, T], or J targets [B, T, J]. Where the
-    returns lie within κ of each other the minimum is an expectile: κ is to be small beside their scale.
-    """
-    if num_quantiles is not None and num_quantiles != values.shape[-1]:
-        raise UserError(f"quantile of {num_quantiles} quantiles got {values.shape[-1]}")
-    if huber_kappa < 0:
-        raise UserError("huber_kappa must be 0 or more")
-    targets = returns if returns.ndim == values.ndim else returns.unsqueeze(-1)
-    error = targets.unsqueeze(-2) - values.unsqueeze(-1)
-    size = error.abs()
-    if huber_kappa > 0:
-        zero = torch.zeros_like(error)
-        size = functional.huber_loss(error, zero, reduction="none", delta=huber_kappa) / huber_kappa
-    levels = quantile_levels(values.shape[-1]).to(values).unsqueeze(-1)
-    loss = ((levels - (error.detach() < 0).to(values.dtype)).abs() * size).mean((-2, -1))
-    return loss, torch.zeros_like(loss), values.detach().mean(-1)
-
-
-def tail_mean(atoms: Tensor, weights: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """[...] (1 / (high − low)) ∫ F⁻¹(τ) dτ from `low` to `high`, F a distribution of `weights` on `atoms` [..., K].
-
-    (0, 1) is the mean, (0, α) the CVaR of the lower tail (Rockafellar and Uryasev 2000), (β, 1 − β) a mean that leaves
-    the tails out.
-    """
-    x, order = atoms.expand_as(weights).sort(-1)
-    w = weights.gather(-1, order)
-    top = w.cumsum(-1)
-    inside = top.clamp(low, high) - (top - w).clamp(low, high)
-    return (x * inside).sum(-1) / (high - low)
-
-
-def quantiles_of(atoms: Tensor, weights: Tensor) -> Tensor:
-    """[..., K] F⁻¹(τ_i) of a distribution on rising `atoms` [K]: the first one at which F reaches τ_i."""
-    levels = quantile_levels(len(atoms)).to(weights).expand_as(weights).contiguous()
-    index = torch.searchsorted(weights.cumsum(-1).contiguous(), levels)
-    return atoms[index.clamp(max=len(atoms) - 1)]
+    num_bins = logits.shape[-1]
+    half = (value_max - value_min) / (2 * num_bins)
+    centres = torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
+    return logits.softmax(-1) @ centres
 
 
 def _clipped(
@@ -191,8 +134,7 @@ def value_loss(
     sequence_lengths: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The critic's loss and metrics; values [B, T] with gradient ([B, T, K] for hl_gauss and quantile), others [B, T];
-    returns [B, T, J] for quantile alone.
+    """The critic's loss and metrics; values [B, T] with gradient ([B, T, K] for hl_gauss), others [B, T].
 
     num_tokens, num_sequences, sequence_lengths: as in `policy_loss`.
     Metrics: vf_clipfrac, vpred_mean, vf_error_mean (mean of V − R).
@@ -212,11 +154,10 @@ def value_loss(
     denominator = loss_denominator(loss_agg_mode, num_tokens, num_sequences)
     settings = (loss_agg_mode, loss_scale_factor, denominator, sequence_lengths)
     loss = aggregate_loss(per_token, response_mask, *settings)
-    target = common["returns"] if returns.ndim == response_mask.ndim else common["returns"].mean(-1)
     metrics = {
         "vf_clipfrac": token_fraction(clipped, response_mask, num_tokens),
         "vpred_mean": token_fraction(predicted, response_mask, num_tokens),
-        "vf_error_mean": token_fraction(predicted - target, response_mask, num_tokens),
+        "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
     }
     return loss, metrics
 

@@ -75,25 +75,3 @@ def noise_ceiling(estimates: Tensor) -> float:
         return math.nan
     noise = float(estimates.double().var(1).mean()) / k
     return math.sqrt(max(0.0, 1.0 - noise / total))
-
-
-def crps(quantiles: Tensor, outcomes: Tensor) -> Tensor:
-    """[N] E|X − y| − ½ E|X − X'| of K equally likely quantiles [N, K] and outcomes y [N]: the continuous ranked
-    probability score (Gneiting and Raftery 2007). 0 is best; of one point it is the absolute error."""
-    apart = (quantiles.unsqueeze(-1) - quantiles.unsqueeze(-2)).abs().mean((-2, -1))
-    return (quantiles - outcomes.unsqueeze(-1)).abs().mean(-1) - 0.5 * apart
-
-
-def coverage(quantiles: Tensor, outcomes: Tensor, thresholds: Tensor) -> list[dict[str, float]]:
-    """Of each threshold c: the mean predicted probability of an outcome of at most c, and how often it was so.
-
-    quantiles [N, K], outcomes [N]. Both are the same for a distribution that is right, continuous or not.
-    """
-    return [
-        {
-            "at": float(c),
-            "predicted": float((quantiles <= c).double().mean()),
-            "observed": float((outcomes <= c).double().mean()),
-        }
-        for c in thresholds
-    ]

@@ -9,7 +9,6 @@ from valor.config.base import (
     PathStr,
     PositiveShare,
     Section,
-    Share,
     StepRanges,
     Strategy,
     follows,
@@ -197,11 +196,9 @@ class CriticConfig(
     """Value of an ensemble: the mean of its critics', or the smallest."""
     model: CriticModelConfig = section(CriticModelConfig, _A_MODEL)
     value_loss: str = key("mse", _TRAINED)
-    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values), quantile."""
+    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values)."""
     value_loss_kwargs: dict[str, Any] = key({}, _TRAINED)
-    """Its options: huber_delta; num_bins (51), value_min, value_max, sigma_bins; num_quantiles (32), huber_kappa."""
-    value_levels: tuple[Share, Share] = key((0.0, 1.0), _A_MODEL)
-    """hl_gauss, quantile: the levels of returns whose mean is the value; [0, 0.25] is CVaR, [0.1, 0.9] trims tails."""
+    """Its options: huber_delta; num_bins (51), value_min, value_max, sigma_bins."""
     cliprange_value: PositiveFloat | None = key(0.5, _TRAINED)
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     unclipped_steps: StepRanges = key([], {**_TRAINED, ".cliprange_value": ""})
@@ -219,8 +216,6 @@ class CriticConfig(
             yield f"{at}freeze=true with {at}kind=probe uses a fitted one: set {at}probe.path"
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             yield f"{at}prompt_template has no {{prompt}} in it: the critic would not see the question"
-        if self.value_levels[0] >= self.value_levels[1]:
-            yield f"{at}value_levels must be [low, high] with low below high"
         if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):
             apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
             yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"

@@ -90,9 +90,9 @@ class DataConfig(
     """Prompts: where they are, how they are read, how many go into a step."""
 
     taskset: str | None = None
-    """Tasks with prompts, tools and reward: a task set of verifiers, or file.py:Class."""
+    """Tasks with prompts, tools and reward: file.py:Class, an environment with rows()."""
     taskset_kwargs: dict[str, Any] = key({}, ".taskset")
-    """Its arguments; of verifiers, the fields of its config."""
+    """Arguments of its rows()."""
     val_tasks: NonNegativeInt = key(0, ".taskset")
     """Hold out so many tasks at its end for validation."""
 

@@ -295,12 +295,6 @@ class PPOConfig(Section):
         return any("rollout" in pool.roles for pool in self.pools.values())
 
     @property
-    def learns_quantiles(self) -> bool:
-        """Whether the critic's targets are distributions: at lambda 1 they are the returns themselves."""
-        distribution = self.critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
-        return distribution and self.has_value_model and self.trains_critic
-
-    @property
     def policy_loss(self) -> str:
         """Name of the policy loss: `policy_loss.loss_mode`, or what `rollout_correction` puts in its place."""
         correction = self.algorithm.rollout_correction

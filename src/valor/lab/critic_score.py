@@ -71,12 +71,12 @@ class ScoreRun:
 
 
 def values_of(config: CriticRunConfig, placement: Placement, rollouts: Batch) -> Batch:
-    """`compute_values` of the critic, with the quantiles of one that gives distributions."""
+    """`compute_values` of the critic."""
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
     roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
     with closing(roles), phase("values", len(rollouts), unit="sample"):
-        return roles["critic"].compute_values(rollouts, with_quantiles=True)
+        return roles["critic"].compute_values(rollouts)
 
 
 def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, Branches | None]:
@@ -84,8 +84,7 @@ def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, B
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
     rollouts, branches = _rollouts(config, placement)
-    output = values_of(config, placement, rollouts)
-    values = output["values"]
+    values = values_of(config, placement, rollouts)["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
     with_values = (record | {"values": v[:n]} for record, v, n in zip(records, values.tolist(), lengths, strict=True))
@@ -96,9 +95,8 @@ def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, B
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
     episodes = Episodes(rows).joined()
     mask = episodes["response_mask"]
-    quantiles = output.tensors.get("quantiles") if len(episodes) == len(rows) else None  # by row
     right, prompts = correct(episodes), same_prompt(episodes)
-    return Judged(episodes["values"], episodes["returns"], mask, right, prompts, quantiles), branches
+    return Judged(episodes["values"], episodes["returns"], mask, right, prompts), branches
 
 
 def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, Branches | None]:

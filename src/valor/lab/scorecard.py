@@ -13,8 +13,6 @@ from valor.algorithms.value_quality import (
     auc,
     calibration,
     calibration_error,
-    coverage,
-    crps,
     noise_ceiling,
     pair_agreement,
     pearson,
@@ -28,15 +26,13 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Judged:
-    """Responses with their values: values, returns and mask [B, T], right [B] (bool), prompts: whose answer each is;
-    quantiles [B, T, K] of a critic that gives distributions."""
+    """Responses with their values: values, returns and mask [B, T], right [B] (bool), prompts: whose answer each is."""
 
     values: Tensor
     returns: Tensor
     mask: Tensor
     right: Tensor
     prompts: Sequence[int]
-    quantiles: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +69,6 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
             {"at": round(q / (PLACES - 1), 2), **_at(along[:, q], returns_along[:, q], judged.right)}
             for q in range(PLACES)
         ],
-        "distribution": None
-        if judged.quantiles is None
-        else _distribution(judged.quantiles, along, returns_along, places),
         "turns": _by_turn(judged),
         "monte_carlo": None if branches is None else _monte_carlo(judged, branches),
     }
@@ -122,21 +115,6 @@ def _by_turn(judged: Judged) -> list[dict[str, Any]]:
 def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:
     bins = calibration(values, returns)
     return {"ece": calibration_error(bins), "bins": bins}
-
-
-def _distribution(quantiles: Tensor, values: Tensor, returns: Tensor, places: Tensor) -> dict[str, Any]:
-    """How well the predicted distributions fit what came, at all places of all responses."""
-    at_places = quantiles.gather(1, places.unsqueeze(-1).expand(-1, -1, quantiles.shape[-1])).flatten(0, 1)
-    outcomes = returns.flatten()
-    low, high = float(outcomes.min()), float(outcomes.max())
-    thresholds = low + (high - low) * torch.arange(0.05, 1.0, 0.1)
-    covered = coverage(at_places, outcomes, thresholds)
-    return {
-        "crps": float(crps(at_places, outcomes).mean()),
-        "abs_error": float((values.flatten() - outcomes).abs().mean()),
-        "calibration_error": math.fsum(abs(c["predicted"] - c["observed"]) for c in covered) / len(covered),
-        "thresholds": covered,
-    }
 
 
 def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:

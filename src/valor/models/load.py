@@ -32,7 +32,7 @@ from valor.models.internals import checkpoint_layers, processor_without_video
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
-from valor.models.value import ALL_LEVELS, HEAD_NAMES, ValueHead, ValueModel
+from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,6 @@ def load_value_model(
     head: ValueHead | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
-    levels: tuple[float, float] = ALL_LEVELS,
     says: Mapping[str, Any] | None = None,
     frozen_vision: bool = False,
 ) -> ValueModel:
@@ -170,7 +169,7 @@ def load_value_model(
 
     A published critic keeps its head, which must be the `head` asked for, if any (UserError). A causal language model
     gets a new one: all zeros, or normal with the config's initializer_range (drawn from `seed`) for
-    `value_head_init=normal`. `levels` as in ValueModel. `says`: attributes of an exported critic's config. The head
+    `value_head_init=normal`. `says`: attributes of an exported critic's config. The head
     stays float32 in every dtype.
     """
     config = load_model_config(model)
@@ -189,7 +188,7 @@ def load_value_model(
     hf, info = _from_pretrained(
         AutoModelForTokenClassification, model, config, dtype, optional=lambda _, key: key in head_keys
     )
-    value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes, levels=levels)
+    value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes)
     _fill_head(value.head, info["missing_keys"], model.value_head_init, config, seed)
     _prepare(hf, model, seed, frozen_vision=frozen_vision)
     return value

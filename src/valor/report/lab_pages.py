@@ -202,9 +202,6 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     fit = f"of the returns of all policy tokens; {split[0]} within prompts, {split[1]} between them"
     yield "Explained variance", short(card["explained_variance"]), fit
     yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
-    if fit := card.get("distribution"):
-        error = f"of its mean {short(fit['abs_error'])}; of P(return <= c) off by {short(fit['calibration_error'])}"
-        yield "CRPS of the distribution", short(fit["crps"]), error
     if branches := card["monte_carlo"]:
         order = branches["agreement"]
         ceiling = f"noise of {branches['branches']} branches leaves room for {short(branches['noise_ceiling'])}"

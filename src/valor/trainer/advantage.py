@@ -30,9 +30,8 @@ def compute_advantages(
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
     sample whose grader failed has in each reward component. `metrics` gains what the estimator reports. Where
-    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `quantiles` [B, T, K] the
-    batch gains `quantile_returns` [B, T, K]. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1 at the first
-    policy token of each turn, where alone the critic has a target.
+    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `gae_unit=turn` the batch
+    gains `value_mask` [B, T]: 1 at the first policy token of each turn, where alone the critic has a target.
     """
     tensors, name, inputs = batch.tensors, config.adv_estimator, _inputs(batch, config, error_score, metrics)
     whitening = {"whitening": offered_settings(config)["whitening"]}
@@ -40,11 +39,6 @@ def compute_advantages(
         return algorithms.critic_advantages(inputs["values"], inputs["response_mask"], **whitening)
     if inputs.get("gae_unit") == "turn":
         batch["value_mask"] = Turns(inputs.get("turn_ids"), inputs["response_mask"]).starts.float()
-    if "quantiles" in batch:
-        unwhitened = {"whitening": "none"} if "whitening" in algorithms.ADVANTAGES[name].options else {}
-        batch["quantile_returns"] = algorithms.quantile_targets(
-            name, quantiles=tensors["quantiles"], **{**inputs, **unwhitened}
-        )
     if "progress" in batch:
         progress = {"progress": tensors["progress"]}
         advantages, returns = algorithms.advantages_with_progress(name, **{**inputs, **progress, **whitening})
@@ -118,7 +112,6 @@ def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
         or algorithm.reward_mask_ratio > 0
         or algorithm.truncation_bootstrap
         or algorithm.branch_values.share > 0
-        or config.learns_quantiles
         or OldLogProbs(config).correct_batch
         or any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values())
     ):

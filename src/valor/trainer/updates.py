@@ -25,7 +25,7 @@ from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
 
 _ROWS = (*ROW_FIELDS, IMAGES, "response_mask", "episode")
-_CRITIC_COLUMNS = (*_ROWS, "values", "returns", "quantile_returns")
+_CRITIC_COLUMNS = (*_ROWS, "values", "returns")
 _ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "positive")
 
 
@@ -176,17 +176,13 @@ class Critics:
         self.updates.skips.count(name, bool(metrics["skipped"]), step)
         return result, named("critic", [metrics]) | {"critic/frozen": 0.0}
 
-    def compute_values(
-        self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False
-    ) -> tuple[Batch, dict[str, float]]:
+    def compute_values(self, batch: Batch, *, with_end: bool = False) -> tuple[Batch, dict[str, float]]:
         """`values` [B, T] (with_end: and `bootstrap_values` [B]) of the ensemble, each member's as `values/<role>`.
-        with_quantiles, of one critic: also `quantiles` [B, T, K].
 
         Metric: `critic/ensemble_std`, the members' standard deviation, mean over policy tokens.
         """
-        options = {"with_end": with_end, "with_quantiles": with_quantiles}
         rows = critic_rows(batch)
-        results = [self.roles[name].compute_values(rows, **options) for name in self.names]
+        results = [self.roles[name].compute_values(rows, with_end=with_end) for name in self.names]
         if len(results) == 1:
             return results[0], {}
         stacked = {column: torch.stack([result[column] for result in results]) for column in results[0].tensors}

@@ -36,7 +36,6 @@ class CriticWorker(ModelRole):
             critic.model,
             head=head,
             seed=seed,
-            levels=critic.value_levels,
             says={
                 **({"value_target": critic.target} if critic.target != "absolute" else {}),
                 **({"value_prompt_template": critic.prompt_template} if critic.prompt_template is not None else {}),
@@ -48,16 +47,15 @@ class CriticWorker(ModelRole):
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
-    def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
+    def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
         """`values` [B, T]: the value of the state in which response token t was chosen.
 
-        with_quantiles: also `quantiles` [B, T, K], where the head gives a distribution. with_end: also
-        `bootstrap_values` [B], the value of the state after the last response token.
+        with_end: also `bootstrap_values` [B], the value of the state after the last response token.
         """
         rows = model_rows(batch)
         with self.on_device() as engine:
             longer = longer_rows(rows) if with_end else rows
-            outputs = engine.forward(longer, **self._limits, with_quantiles=with_quantiles)
+            outputs = engine.forward(longer, **self._limits)
         return Batch(state_values(outputs, rows, with_end=with_end))
 
     @Dispatch("dp")
@@ -95,7 +93,7 @@ class CriticWorker(ModelRole):
             config.value_loss,
             values=outputs["head_outputs"],
             old_values=rows["values"],
-            returns=rows.tensors.get("quantile_returns", rows["returns"]),
+            returns=rows["returns"],
             response_mask=rows["response_mask"],
             cliprange_value=config.cliprange_at(rows.meta["global_step"]),
             loss_agg_mode=config.loss_agg_mode,
@@ -124,11 +122,6 @@ def value_head(config: CriticConfig) -> ValueHead:
     options = config.value_loss_kwargs
     if config.value_loss == "bce":
         return ValueHead("logit")
-    if config.value_loss == "quantile":
-        size = options.get("num_quantiles", 32)
-        if not (isinstance(size, int) and size > 1):
-            raise UserError("critic.value_loss_kwargs.num_quantiles is a whole number of at least 2")
-        return ValueHead("quantiles", size)
     if config.value_loss == "hl_gauss":
         size, low, high = options.get("num_bins", 51), options.get("value_min", 0.0), options.get("value_max", 1.0)
         if not (isinstance(size, int) and size > 1 and isinstance(low, int | float) and isinstance(high, int | float)):

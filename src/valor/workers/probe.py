@@ -52,9 +52,8 @@ class ProbeCritic:
         return self._states_of.data_parallel_rank
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
-    def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
-        """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token.
-        with_quantiles: the same, as it has no distribution."""
+    def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
+        """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token."""
         rows = model_rows(batch)
         longer = longer_rows(rows) if with_end else rows
         values = torch.zeros(longer["responses"].shape)

@@ -19,7 +19,13 @@ from valor.rollout.base import Output, SamplingParams, Span
 from valor.user_files import load_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples/tasksets"
-CAPITALS = f"data.taskset={EXAMPLES}/capitals.py:CapitalsTaskset"
+
+
+def verifiers(name: str) -> list[str]:
+    return [f"data.taskset={EXAMPLES}/verifiers_tasks.py:Verifiers", f"data.taskset_kwargs={{name: '{name}'}}"]
+
+
+CAPITALS = verifiers(f"{EXAMPLES}/capitals.py:CapitalsTaskset")
 HARBOR = [
     f"data.taskset={EXAMPLES}/harbor_tasks.py:Harbor",
     f"data.taskset_kwargs={{folder: {EXAMPLES}/harbor_examples, ignore_dockerfile: true}}",
@@ -72,19 +78,19 @@ def call(name: str, **arguments: str) -> str:
 def test_a_task_set_of_verifiers_brings_prompts_tools_stops_and_rewards() -> None:
     pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
     lookup = call("atlas_capital", country="Ghana")
-    episode, prompts = play([CAPITALS], 1, lookup, "Accra")
+    episode, prompts = play(CAPITALS, 1, lookup, "Accra")
     assert prompts[0].endswith("Capital of Ghana?<|assistant|>") and "Accra" in prompts[1]
     assert (episode.finish_reason, episode.outcome) == ("stop", pytest.approx(1.0 + 0.1 / 6))
     assert [(made["name"], made["text"]) for made in episode.info["calls"]] == [("atlas_capital", "Accra")]
-    wrong, _ = play([CAPITALS], 1, "Lima")
+    wrong, _ = play(CAPITALS, 1, "Lima")
     assert wrong.outcome == pytest.approx(0.1 / 5)
-    stopped, _ = play([CAPITALS], 1, lookup, lookup, lookup)  # @stop: three turns
+    stopped, _ = play(CAPITALS, 1, lookup, lookup, lookup)  # @stop: three turns
     assert len(stopped.turns) == 3 and len(stopped.info["calls"]) == 2
 
 
 def test_states_of_rollouts_are_their_own() -> None:
     pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
-    make = taskset_of_run(load([CAPITALS]).config).make
+    make = taskset_of_run(load(CAPITALS).config).make
 
     async def rollout(times: int) -> float:
         env = make()
@@ -132,7 +138,7 @@ class Set(vf.Taskset[Odd, Config]):
         ("prompt=None", "pass", False, "task 0 has no prompt"),
         ("prompt='x', image='ubuntu'", "pass", False, "the image ubuntu: containers are not started"),
         ("prompt='x'", "NEEDS_CONTAINER = True", False, "NEEDS_CONTAINER"),
-        ("prompt='x'", "pass", True, "its tasks never end: set data.train_max_samples"),
+        ("prompt='x'", "pass", True, "its tasks never end: set most in"),
     ],
 )
 def test_what_cannot_be_played_is_told(tmp_path: Path, fields: str, body: str, endless: bool, said: str) -> None:
@@ -140,7 +146,7 @@ def test_what_cannot_be_played_is_told(tmp_path: Path, fields: str, body: str, e
     text = VERIFIERS.replace("FIELDS", fields).replace("BODY", body).replace("ENDLESS", str(endless))
     (tmp_path / "odd.py").write_text(text)
     with pytest.raises(UserError, match=said):
-        taskset_of_run(load([f"data.taskset={tmp_path}/odd.py:Set"]).config)
+        taskset_of_run(load(verifiers(f"{tmp_path}/odd.py:Set")).config)
 
 
 def test_a_reward_may_use_a_runtime(tmp_path: Path) -> None:
@@ -150,7 +156,7 @@ def test_a_reward_may_use_a_runtime(tmp_path: Path) -> None:
         return float((await runtime.run(["echo", "5"], {})).stdout)"""
     text = VERIFIERS.replace("FIELDS", "prompt='x'").replace("BODY", body).replace("ENDLESS", "False")
     (tmp_path / "run.py").write_text(text)
-    assert play([f"data.taskset={tmp_path}/run.py:Set"], 0, "a")[0].outcome == 5.0
+    assert play(verifiers(f"{tmp_path}/run.py:Set"), 0, "a")[0].outcome == 5.0
 
 
 needs_room = pytest.mark.skipif(ROOM.why_no_room() is not None, reason=f"no namespaces: {ROOM.why_no_room()}")
@@ -234,7 +240,14 @@ def test_an_env_with_rows_is_a_task_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no_such_set", "docs", "valor.errors:UserError"])
 def test_an_unknown_name_is_one_line(name: str) -> None:
-    pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
     with pytest.raises(UserError, match=f"data.taskset={name}: ") as told:
         taskset_of_run(load([f"data.taskset={name}"]).config)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["no_such_set", "valor.errors:UserError"])
+def test_an_unknown_task_set_of_verifiers_is_one_line(name: str) -> None:
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
+    with pytest.raises(UserError, match=f"verifiers_tasks.py:Verifiers: name={name}: ") as told:
+        taskset_of_run(load(verifiers(name)).config)
     assert "\n" not in str(told.value)

@@ -64,7 +64,7 @@ def test_every_algorithm_of_the_catalogue_is_there() -> None:
         "ppo", "vanilla", "gpg", "gspo", "cispo", "geo_mean", "sapo", "dro", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
         "reinforce", "turn_ppo",
     }  # fmt: skip
-    assert builtin(algorithms.VALUE_LOSSES) == {"mse", "huber", "bce", "hl_gauss", "quantile"}
+    assert builtin(algorithms.VALUE_LOSSES) == {"mse", "huber", "bce", "hl_gauss"}
 
 
 def test_a_users_file_adds_algorithms_and_may_be_read_twice(tmp_path: Path, clean_registries: None) -> None:

@@ -147,10 +147,6 @@ def test_steps_without_a_clip() -> None:
         ),
         (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
         (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
-        (
-            ["algorithm.branch_values.share=0.5", "critic.value_loss=quantile", "algorithm.lam_critic=0.9"],
-            "algorithm.branch_values has no rule: set algorithm.lam_critic=1",
-        ),
         (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
         (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.gate=hrad"], "unknown gate 'hrad'"),
         (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.report=1"], "comes from the run"),

@@ -47,7 +47,6 @@ def test_it_has_the_settings_of_the_run():
         ["algorithm.reward_source=critic"],
         ["algorithm.branch_values.share=0.1"],
         ["algorithm.rollout_correction.rollout_is=token"],
-        ["critic.value_loss=quantile", "algorithm.lam_critic=0.9"],
     ],
     ids=lambda more: more[0],
 )

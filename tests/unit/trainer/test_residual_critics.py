@@ -112,7 +112,6 @@ def test_a_prompt_with_one_sample_is_refused():
         (["algorithm.gamma=0.9"], "algorithm.gamma=1"),
         (["critic.value_loss=bce"], "which critic.value_loss=bce has not"),
         (["critic.value_loss=hl_gauss"], "value_min"),
-        (["critic.value_loss=quantile", "algorithm.lam_critic=0.9"], "critic.value_loss=quantile"),
         (["algorithm.reward_mask_ratio=0.5"], "reward_mask_ratio take away"),
     ],
 )

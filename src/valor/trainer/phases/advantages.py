@@ -23,7 +23,7 @@ from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase, of_rows, where_true
 
 _READS_IF_THERE = """
-    finish_reason reward_info episode reward_baselines progress reward_missing turn_ids values quantiles branch_mask
+    finish_reason reward_info episode reward_baselines progress reward_missing turn_ids values branch_mask
     branch_values bootstrap_values
 """
 
@@ -41,7 +41,6 @@ class Advantages(Phase):
         self.with_positive = bool(config.actor_rollout_ref.actor.positive_nll_coef)
         self.reads_if_there = frozenset(_READS_IF_THERE.split()) | (options & {*OFFERED_COLUMNS})
         added = ["advantages", "returns"]
-        added += ["quantile_returns"] * config.learns_quantiles
         added += ["value_mask"] * (algorithm.gae_unit == "turn" and not from_critic(algorithm))
         added += ["positive"] * self.with_positive
         self.adds = frozenset(added)
@@ -56,7 +55,6 @@ class Advantages(Phase):
         yield from lines
         if entry.builtin and entry.capability.needs_critic and not lines:
             yield from _trial(config)
-        yield from _quantiles(config)
 
     def plan(self) -> str:
         entry, model = ADVANTAGES[self.config.algorithm.adv_estimator], self.config.reward.reward_model
@@ -172,19 +170,3 @@ def _trial(config: PPOConfig) -> Iterator[str]:
         compute_advantages(Batch(columns, {"uid": ["a"], "finish_reason": ["stop"]}), algorithm)
     except TypeError as error:  # a text where a number belongs
         yield f"algorithm.adv_kwargs={algorithm.adv_kwargs}: {error}"
-
-
-def _quantiles(config: PPOConfig) -> Iterator[str]:
-    """What targets that are distributions do not go with."""
-    algorithm = config.algorithm
-    others = {
-        "critic.ensemble_size": config.critic.ensemble_size > 1,
-        "algorithm.reward_mask_ratio": algorithm.reward_mask_ratio > 0,
-        "algorithm.reward_source=critic": algorithm.reward_source == "critic",
-        "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
-        "algorithm.branch_values": algorithm.branch_values.share > 0,
-        "an episode of several turns": config.plays_episodes,
-    }
-    why = "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which"
-    for other in where_true(others) if config.learns_quantiles else ():
-        yield f"{why} {other} has no rule: set algorithm.lam_critic=1"

@@ -42,14 +42,11 @@ class GroupBaseline(Phase):
                 "critic.target=absolute": n < 2,
                 f"{name} adds one number to all values of a response, which is right without discounts alone: set "
                 "algorithm.gamma=1 (and gamma_turn=1), or critic.target=absolute": discounts,
-                f"{name} has targets below 0, which critic.value_loss=bce has not: use mse, huber or quantile": (
+                f"{name} has targets below 0, which critic.value_loss=bce has not: use mse or huber": (
                     value_loss == "bce"
                 ),
                 f"{name} has targets below 0: set critic.value_loss_kwargs.value_min to the least, such as -1": (
                     value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
-                ),
-                f"{name} has no rule for critic.value_loss=quantile with algorithm.lam_critic below 1: set it to 1": (
-                    config.learns_quantiles
                 ),
                 f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take "
                 "away: use critic.target=absolute": (

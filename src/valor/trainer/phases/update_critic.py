@@ -33,7 +33,7 @@ class UpdateCritic(Phase):
         super().__init__(config)
         members = critic_names(config)
         more = [f"values/{name}" for name in members if len(members) > 1]
-        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", *CRITIC_PROMPTS, *_OTHERS, *more))
+        self.reads_if_there = frozenset(("episode", "value_mask", *CRITIC_PROMPTS, *_OTHERS, *more))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:

@@ -25,9 +25,9 @@ class Values(Phase):
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         members = critic_names(config)
-        self.with_end, self.with_quantiles = config.algorithm.truncation_bootstrap, config.learns_quantiles
+        self.with_end = config.algorithm.truncation_bootstrap
         adds = ["values", *(f"values/{name}" for name in members if len(members) > 1)]
-        adds += ["bootstrap_values"] * self.with_end + ["quantiles"] * self.with_quantiles
+        adds += ["bootstrap_values"] * self.with_end
         self.adds = frozenset(adds)
 
     @classmethod
@@ -48,7 +48,7 @@ class Values(Phase):
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         critics = self.resources.critics
         with phase("values", len(batch), unit="sample"):
-            return critics.compute_values(batch, with_end=self.with_end, with_quantiles=self.with_quantiles)
+            return critics.compute_values(batch, with_end=self.with_end)
 
 
 def _probe(config: PPOConfig) -> Iterator[str]:

@@ -1,9 +1,12 @@
 """Task sets of verifiers 0.4 (its v1 API: Taskset, Task, rewards, toolsets), played by our loop.
 
-The policy has the conversation of the task's prompt and tools, which run in this process; a turn without calls ends
-it. Rewards, metrics and `@stop` read a Trace of verifiers' own class, and where they ask for a runtime they get its
-subprocess runtime: programs of the task's author run as this user. What needs a container, a harness or several agents
-is refused.
+valor ppo data.taskset=examples/tasksets/verifiers_tasks.py:Verifiers actor_rollout_ref.model.path=MODEL \\
+    'data.taskset_kwargs={name: examples/tasksets/capitals.py:CapitalsTaskset}'
+
+Needs `pip install 'verifiers>=0.4'`. The policy has the conversation of the task's prompt and tools, which run in this
+process; a turn without calls ends it. Rewards, metrics and `@stop` read a Trace of verifiers' own class, and where they
+ask for a runtime they get its subprocess runtime: programs of the task's author run as this user. What needs a
+container, a harness or several agents is refused.
 """
 
 # pyright: reportMissingImports=false
@@ -22,7 +25,7 @@ from valor.agents.env import Env
 from valor.agents.formats import Schema
 from valor.agents.tools import as_text
 from valor.errors import UserError
-from valor.user_files import installed
+from valor.user_files import installed, load_object
 
 _INSTALL = "'verifiers>=0.4'"
 _HOOKS = ("reward", "metric", "stop")
@@ -32,51 +35,50 @@ def _library() -> Any:
     return installed("verifiers.v1", "task sets of verifiers need its package", _INSTALL)
 
 
-def is_verifiers(cls: Any) -> bool:
-    """Whether a class is a task set of verifiers."""
-    return isinstance(cls, type) and any(c.__module__ == "verifiers.v1.taskset" for c in cls.__mro__)
-
-
-def package_of(name: str) -> type | None:
-    """The class of an installed task set of verifiers; None: there is no package of this name."""
-    _library()
+def _class_of(name: str) -> Any:
+    """The class of an installed task set of verifiers, or of `file.py:Class`. UserError: it is none."""
     from verifiers.v1.utils import loaders
 
     try:
-        return loaders.taskset_class(name)
+        cls = load_object(name, "name") if ":" in name else loaders.taskset_class(name)
     except ModuleNotFoundError:
-        return None
+        raise UserError(f"name={name}: no such task set of verifiers is installed") from None
+    if not (isinstance(cls, type) and any(c.__module__ == "verifiers.v1.taskset" for c in cls.__mro__)):
+        raise UserError(f"name={name}: is no task set of verifiers")
+    return cls
 
 
-def verifiers_tasks(
-    cls: type, name: str, kwargs: Mapping[str, Any], most: int | None
-) -> tuple[Sequence[Mapping[str, Any]], Callable[[], Env]]:
-    """Rows and environment of a task set; `kwargs`: fields of its config. UserError: it cannot be played here."""
-    vf = _library()
-    from verifiers.v1.utils.generic import concrete_type
-
-    config = concrete_type(cls, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
-    taskset = cls(config.model_validate(dict(kwargs)))
-    if most is None and not taskset.bounded:
-        raise UserError("its tasks never end: set data.train_max_samples")
-    tasks = list(islice(taskset, most))
-    for task in tasks:
-        _check(task)
-    rows = [{"prompt": _prompt(task), "data_source": name, "reward_model": {"style": "model"}} for task in tasks]
-    shared = cls.toolsets(taskset.config)
-    with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
-        for toolset in shared:
-            thread.submit(asyncio.run, toolset.setup()).result()
-    return rows, lambda: VerifiersEnv(tasks, shared)
-
-
-class VerifiersEnv(Env):
+class Verifiers(Env):
     """One rollout of a task. Tools of the task's own toolsets are made anew for each, those of the task set once."""
 
-    def __init__(self, tasks: Sequence[Any], shared: Sequence[Any]) -> None:
-        self._tasks, self._shared = tasks, shared
+    _tasks: Sequence[Any]
+    _shared: Sequence[Any]
+
+    @classmethod
+    def rows(cls, name: str, most: int | None = None, **config: Any) -> list[dict[str, Any]]:
+        """The first `most` tasks of the task set `name` (installed, or `file.py:Class`); `config`: fields of its own.
+
+        UserError: there is no such task set, or it cannot be played here.
+        """
+        vf = _library()
+        from verifiers.v1.utils.generic import concrete_type
+
+        made = _class_of(name)
+        fields = concrete_type(made, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
+        taskset = made(fields.model_validate(config))
+        if most is None and not taskset.bounded:
+            raise UserError("its tasks never end: set most in data.taskset_kwargs")
+        cls._tasks, cls._shared = list(islice(taskset, most)), made.toolsets(taskset.config)
+        for task in cls._tasks:
+            _check(task)
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+            for toolset in cls._shared:
+                thread.submit(asyncio.run, toolset.setup()).result()
+        return [{"prompt": _prompt(t), "data_source": name, "reward_model": {"style": "model"}} for t in cls._tasks]
+
+    def __init__(self) -> None:
         self._open = AsyncExitStack()
-        self._use(tasks[0])
+        self._use(self._tasks[0])
 
     def _use(self, task: Any) -> None:
         self._toolsets = [*self._shared, *type(task).toolsets(task.config)]
