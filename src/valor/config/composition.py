@@ -117,7 +117,8 @@ def _compose(root: type[BaseModel], folder: Path | None, name: str, may_be_group
         chosen = loader.compute_defaults_list(name, [], RunMode.RUN).defaults
     used = [node.config_path for node in chosen if f"{node.config_path}.yaml" in store.repo]
     OmegaConf.set_struct(config, False)
-    return config, groups, [_first_line(warning.message) for warning in caught], [u for u in used if u in PRESETS]
+    notes = [_first_line(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    return config, groups, notes, [u for u in used if u in PRESETS]
 
 
 def _apply(root: type[BaseModel], config: DictConfig, override: Override, reading: Reading) -> None:

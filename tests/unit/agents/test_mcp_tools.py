@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+pytest.importorskip("mcp")
 from mcp_types import (
     BlobResourceContents,
     CallToolResult,

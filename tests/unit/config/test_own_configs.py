@@ -1,8 +1,10 @@
 """Yaml files of the user's own beside the built-in configurations, and what came from where."""
 
+import warnings
+
 import pytest
 
-from valor.config import load
+from valor.config import composition, load
 from valor.trainer.plan import plan
 
 MINE = "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n"
@@ -69,3 +71,15 @@ def test_a_kl_loss_that_pulls_nowhere_is_noted():
     assert "mean 0" in inert_settings(loaded.config, loaded.explicit_keys)["actor_rollout_ref.actor.kl_loss_type"]
     loaded = load(["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=k2"])
     assert not inert_settings(loaded.config, loaded.explicit_keys)
+
+
+def test_warnings_of_others_are_no_notes(monkeypatch):
+    """Such as a socket that was left open and is freed while files are composed."""
+    compose = composition.compose
+
+    def warned(**arguments):
+        warnings.warn("unclosed socket", ResourceWarning, stacklevel=1)
+        return compose(**arguments)
+
+    monkeypatch.setattr(composition, "compose", warned)
+    assert load(["--config-name=ppo_config"]).notes == ()

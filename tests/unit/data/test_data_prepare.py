@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,9 @@ def test_mistakes_are_one_line_and_write_nothing(
     write(gsm8k / "gsm8k_test.jsonl", {"question": "?"})
     assert "gsm8k_test.jsonl, line 1: has no 'answer' (it has question)" in mistake("gsm8k", "--local", *files)
     assert "no file for the test split" in mistake("gsm8k", "--local", files[0])
-    (gsm8k / "empty").mkdir()
-    assert "cannot be loaded" in mistake("gsm8k", "--local", str(gsm8k / "empty"))  # no clone of the hub's repository
+    (gsm8k / "empty").mkdir()  # no clone of the hub's repository
+    line = "cannot be loaded" if find_spec("datasets") else "pip install datasets"
+    assert line in mistake("gsm8k", "--local", str(gsm8k / "empty"))
     train = str(gsm8k / "gsm8k_train.jsonl")
     assert "which split is it? say train=" in mistake("gsm8k", "--local", str(write(tmp_path / "a.jsonl", {})))
     assert "has no train split; it has test" in mistake("math500", "--split", "train", "--local", train)
