@@ -4,8 +4,8 @@
     python benchmarks/laptop.py [--write benchmarks/results/laptop.md]
 
 GRPO (one prompt, four samples) and PPO with a critic of the same size (four prompts, one sample each), of all weights
-and of LoRA adapters of rank 16, in bfloat16. Weights are random, responses always full; one update a step, no KL term. Each
-line is a process of its own; the first step is left out. Run it with nothing else on the machine.
+and of LoRA adapters of rank 16, in bfloat16. Weights are random, responses always full; one update a step, no KL term.
+Each line is a process of its own; the first step is left out. Run it with nothing else on the machine.
 """
 
 import argparse

@@ -4,9 +4,10 @@
     python benchmarks/new_user.py [--model DIR] [--only WORD] [--write PAGE]
 
 60 rows of question and answer, a reward file, a tool file. `--model`: a Hugging Face directory for the runs, such as
-SmolLM2-135M-Instruct; without it a model of 0.6 million parameters made on the spot. Every command is a process of its own, as in a
-shell. Printed for each: what it shows, its exit code, its seconds, the line it was asked for. Exit code 1: one failed.
-Run it on a machine with nothing else to do before a release; `--only` takes the commands whose name has a word in it.
+SmolLM2-135M-Instruct; without it a model of 0.6 million parameters made on the spot. Every command is a process of its
+own, as in a shell. Printed for each: what it shows, its exit code, its seconds, the line it was asked for. Exit code 1:
+one failed. Run it before a release, on a machine with nothing else to do; `--only` takes the commands whose name has a
+word in it.
 """
 
 import argparse
@@ -71,12 +72,12 @@ def with_reward(name: str, *more: str) -> str:
 
 
 MISTAKES = [
-    Mistake("no model, no data", "ppo", "data.train_files"),
+    Mistake("no model, no data", "ppo", "train.parquet"),
     Mistake("a model that is nowhere", GOOD.replace("path=tiny", "path=./nowhere"), "nowhere"),
     Mistake("a model without a tokenizer", GOOD.replace("path=tiny", "path=silent"), "tokenizer"),
     Mistake("an empty model folder", GOOD.replace("path=tiny", "path=hollow"), "hollow"),
     Mistake("a column with a typo", GOOD.replace("rows", "typo"), "qestion|question"),
-    Mistake("an answer column with a typo", GOOD.replace("rows", "anwser") + " --dry-run", "anwser"),
+    Mistake("an answer column with a typo", GOOD.replace("rows", "anwser") + " --dry-run", "mean answer", 0),
     Mistake("an empty file", GOOD.replace("rows", "empty"), "empty.jsonl"),
     Mistake("a file of text", GOOD.replace("rows.jsonl", "rows.txt"), "rows.txt"),
     Mistake("a row cut short", GOOD.replace("rows", "cut"), "cut.jsonl.*60"),
@@ -87,7 +88,7 @@ MISTAKES = [
     Mistake("an algorithm with a typo", GOOD.replace("=grpo", "=gpro"), "grpo"),
     Mistake("a word for a number", f"{GOOD} learning_rate=fast", "fast"),
     Mistake("a word of TRL's that is two keys", f"{GOOD} per_device_train_batch_size=4", "data.train_batch_size"),
-    Mistake("a folder that cannot be written", f"{GOOD} output_dir=/proc/run", "/proc"),
+    Mistake("a folder that cannot be written", f"{GOOD} output_dir=rows.jsonl/run --dry-run", "rows.jsonl"),
     Mistake("a file in place of the folder", f"{GOOD} output_dir=rows.jsonl", "rows.jsonl"),
     Mistake("a reward file that is nowhere", with_reward("nowhere"), "nowhere.py"),
     Mistake("a reward file with a slip", with_reward("broken"), "broken.py.*line 1|line 1"),
@@ -97,8 +98,9 @@ MISTAKES = [
     Mistake("chat with a model that is nowhere", "chat ./nowhere", "nowhere"),
     Mistake("eval of a model that is nowhere", "eval ./nowhere data.val_files=rows.jsonl", "nowhere"),
     Mistake("a report of no run", "report nowhere", "nowhere"),
-    Mistake("five mistakes at once", "ppo algorithm=gpro actor_rollout_ref.model.path=./nowhere data.train_files=no.jsonl "
-            "learning_rate=fast data.train_batchsize=8", "(?s)(?=.*grpo)(?=.*nowhere)(?=.*no.jsonl)(?=.*fast)"),
+    Mistake("five mistakes at once",
+            "ppo algorithm=gpro actor_rollout_ref.model.path=./nowhere data.train_files=no.jsonl learning_rate=fast "
+            "data.train_batchsize=8 --dry-run", "(?s)(?=.*grpo)(?=.*nowhere)(?=.*no.jsonl)(?=.*fast)"),
 ]  # fmt: skip
 ODD_REWARDS = [
     Mistake("a reward that raises", with_reward("raises", "output_dir=r1"), "raises.py.*ZeroDivisionError|division", 1),
@@ -128,7 +130,9 @@ class Afternoon:
         (self.folder / "empty.jsonl").touch()
         (self.folder / "cut.jsonl").write_text((self.folder / "rows.jsonl").read_text()[:-12])
         (self.folder / "rows.txt").write_text("What is 1 + 1?\n")
-        (self.folder / "rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
+        (self.folder / "rows.csv").write_text(
+            "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows)
+        )
         for name, text in REWARDS.items():
             (self.folder / f"{name}.py").write_text(text)
         (self.folder / "tools.py").write_text(TOOLS)
@@ -143,9 +147,8 @@ class Afternoon:
         if self.only not in name:
             return ""
         begin = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "valor", *command.split()], cwd=self.folder, input=text, capture_output=True, text=True
-        )  # fmt: skip
+        words = [sys.executable, "-m", "valor", *command.split()]
+        done = subprocess.run(words, cwd=self.folder, input=text, capture_output=True, text=True)
         self.note(name, done.stdout + done.stderr, says, (done.returncode, code), (time.monotonic() - begin, most))
         return done.stdout + done.stderr
 
@@ -155,7 +158,10 @@ class Afternoon:
         there = re.search(says, said) is not None
         good = there and codes[0] == codes[1] and seconds[0] <= seconds[1] and "Traceback" not in said
         self.rows.append((name, str(codes[0]), seconds[0], line or said.strip().rpartition("\n")[2], good))
-        print(f"{'ok  ' if good else 'FAIL'} {seconds[0]:6.1f} s  exit {codes[0]}  {name}: {self.rows[-1][3][:200]}", flush=True)
+        print(
+            f"{'ok  ' if good else 'FAIL'} {seconds[0]:6.1f} s  exit {codes[0]}  {name}: {self.rows[-1][3][:200]}",
+            flush=True,
+        )
 
     def stop_after(self, name: str, command: str, line: str) -> None:
         """Start it, press Ctrl-C at the first printed line with `line`, and wait for its end."""
@@ -182,13 +188,20 @@ class Afternoon:
 
     def runs(self) -> None:
         """The user's own task with the model: GRPO with LoRA, PPO stopped and resumed, a tool, eval, chat, report."""
-        model, sizes = f"actor_rollout_ref.model.path={self.model}", "data.max_prompt_length=128 data.max_response_length=16"
+        model, sizes = (
+            f"actor_rollout_ref.model.path={self.model}",
+            "data.max_prompt_length=128 data.max_response_length=16",
+        )
         own = f"{model} {sizes} {DATA} {REWARD} data.train_batch_size=8 trainer.device=cpu"
         grpo = f"algorithm=grpo {own} num_generations=4 lora_rank=8 learning_rate=1e-4 trainer.total_training_steps=3"
         self.run("the plan of GRPO with LoRA", f"ppo {grpo} output_dir=grpo --dry-run", "LoRA adapters of rank 8")
-        self.run("GRPO with LoRA, to the first checkpoint", f"ppo {grpo} output_dir=grpo", "grpo/report.html", most=600.0)
+        self.run(
+            "GRPO with LoRA, to the first checkpoint", f"ppo {grpo} output_dir=grpo", "grpo/report.html", most=600.0
+        )
         self.run("the same again", f"ppo {grpo} output_dir=grpo", "nothing|already|finished|3")
-        self.run("other settings, the same folder", f"ppo {grpo} output_dir=grpo learning_rate=1e-3", "resume_changed", 2)
+        self.run(
+            "other settings, the same folder", f"ppo {grpo} output_dir=grpo learning_rate=1e-3", "resume_changed", 2
+        )
         ppo = f"ppo algorithm=ppo {own} trainer.total_training_steps=3 output_dir=ppo"
         self.stop_after("PPO, Ctrl-C in the second step", ppo, "step 1/3")
         self.run("PPO goes on", ppo, "ppo/report.html")
@@ -196,10 +209,21 @@ class Afternoon:
         tools = f"{TOOL}.enable=true {TOOL}.function_tool_path=tools.py"
         template = "actor_rollout_ref.model.custom_chat_template=tools.jinja"
         (self.folder / "tools.jinja").write_text(tool_template())
-        agent = f"ppo {PLAIN.replace('128', '768')} data.max_response_length=64 {DATA} {REWARD} {template} {tools} num_generations=2"
-        self.run("the plan of an agent", f"{agent} {TOOL}.max_assistant_turns=3 --dry-run", "tools of tools.py, at most 3 turns")
-        self.run("an agent with a tool", f"{agent} trainer.total_training_steps=1 output_dir=agent", "agent/report.html")
-        self.run("eval", f"eval grpo/huggingface/actor {DATA.replace('train', 'val')} {REWARD} {sizes} eval.out=evaluated", "pass@1|mean@1")
+        agent = f"ppo {PLAIN.replace('128', '768')} data.max_response_length=64 {DATA} {REWARD} {template} {tools}"
+        agent += " num_generations=2"
+        self.run(
+            "the plan of an agent",
+            f"{agent} {TOOL}.max_assistant_turns=3 --dry-run",
+            "tools of tools.py, at most 3 turns",
+        )
+        self.run(
+            "an agent with a tool", f"{agent} trainer.total_training_steps=1 output_dir=agent", "agent/report.html"
+        )
+        self.run(
+            "eval",
+            f"eval grpo/huggingface/actor {DATA.replace('train', 'val')} {REWARD} {sizes} eval.out=evaluated",
+            "pass@1|mean@1",
+        )
         self.run("chat", "chat ppo/huggingface/actor --critic ppo/huggingface/critic", "value", text="What is 2 + 2?\n")
         self.run("report", "report ppo", "report.html")
 

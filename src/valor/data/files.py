@@ -127,7 +127,11 @@ def count_rows(path: str | Path) -> int:
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
-    hint = f" (valor data prepare custom --local {file} --answer-column COLUMN makes one of it)" if file.suffix == ".csv" else ""
+    hint = (
+        f" (valor data prepare custom --local {file} --answer-column COLUMN makes one of it)"
+        if file.suffix == ".csv"
+        else ""
+    )
     wrong = {
         "only local files can be read; copy it to this machine and give its path": "://" in str(path),
         "no such file; check the path, or prepare it first (valor data prepare)": not file.exists(),
@@ -275,5 +279,7 @@ def _require_columns(where: str, present: Collection[str], required: Sequence[st
         hint = "; data.prompt_key and data.reward_fn_key say under which name" if "reward_model" in required else ""
         hint += ", and valor data prepare custom makes such a file of yours" if hint else ""
         usual = {*required, *QUESTIONS, *TRUTHS}
-        hint = next(filter(None, (did_you_mean(name, usual, cutoff=0.8) for name in present if name not in usual)), hint)
+        hint = next(
+            filter(None, (did_you_mean(name, usual, cutoff=0.8) for name in present if name not in usual)), hint
+        )
         raise UserError(f"{where}: column {listed} missing (it has {', '.join(present)}); add or rename it{hint}")

@@ -55,7 +55,7 @@ class CustomFunction:
         return function
 
     def _of_columns(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function in TRL's form as one of samples; others as they are. UserError: it needs what files do not give."""
+        """A function in TRL's form as one of samples, others as they are. UserError: it needs what files lack."""
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):
@@ -64,5 +64,7 @@ class CustomFunction:
             return function
         if self.kwargs or "prompts" in parameters:
             lacking = "reward_kwargs are" if self.kwargs else "prompts are"
-            raise UserError(f"{self.path}: {self.name}() takes completions, to which no {lacking} passed: leave them out")
+            raise UserError(
+                f"{self.path}: {self.name}() takes completions, to which no {lacking} passed: leave them out"
+            )
         return RewardFunctions([function])

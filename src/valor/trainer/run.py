@@ -213,6 +213,10 @@ class Run(ABC):
         self.load_state_dict(checkpoint.state)
         self.record.best = checkpoint.state["best"]
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
+        if self.finished:
+            partly = (
+                ", its last: nothing is left to train (raise trainer.total_training_steps or total_epochs to go on)"
+            )
         self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{partly}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
