@@ -178,7 +178,13 @@ class Afternoon:
             if re.search(line, printed) and line not in ("", None):
                 process.send_signal(signal.SIGINT)
                 line = "(?!)"
-        self.note(name, said, "continues|same command|again", (process.wait(), 130), (time.monotonic() - begin, 1800.0))
+        self.note(
+            name,
+            said,
+            "stopped after step .* the same command goes on",
+            (process.wait(), 130),
+            (time.monotonic() - begin, 1800.0),
+        )
 
     def mistakes(self) -> None:
         for one in MISTAKES:

@@ -11,7 +11,7 @@ from forked import VALOR
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):\n    return 1.0\n"
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):\n    return len(solution_str) % 3\n"
 SMALL = {
     "data.train_batch_size": 4,
     "data.max_prompt_length": 64,
@@ -71,12 +71,12 @@ def small(words: list[str], tiny: dict[str, Path], pairs: Path) -> list[str]:
     sizes = dict(SMALL)
     if name == "rm train":
         sizes |= {"model.path": tiny["model"], "data.train_files": pairs, "data.max_length": 64}
-        for key in ("data.max_prompt_length", "data.max_response_length"):
+        for key in ("data.max_prompt_length", "data.max_response_length", "trainer.report"):
             sizes.pop(key)
     else:
         sizes |= PPO | {"actor_rollout_ref.model.path": tiny["model"], "data.train_files": tiny["train"]}
         sizes |= {"reward.custom_reward_function.path": "my_reward.py"}
-        if "val_files" in " ".join(given):
+        if "val_files" in " ".join(given) or "--config-name" in given:
             sizes["data.val_files"] = tiny["val"]
     if name in ("critic score", "critic search", "eval"):
         kept = ("data.max", "data.val", "actor_rollout_ref.model", "reward.", "trainer.device", "trainer.num_threads")

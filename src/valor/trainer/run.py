@@ -130,6 +130,9 @@ class Run(ABC):
             stop.at_once = False
             self.after_steps()
             self.record.finish()
+            if not self.finished:
+                way_on = self.record.checkpoints.way_on(self.config.trainer.resume_mode)
+                self.record.say(f"stopped after step {self.step} of {self.total_steps}: {way_on}")
             return 0 if stop.signum is None else 128 + stop.signum
 
     def _next_step(self) -> dict[str, Any]:
