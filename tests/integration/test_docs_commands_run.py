@@ -11,7 +11,11 @@ from forked import VALOR
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):\n    return len(solution_str) % 3\n"
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):
+    return len(solution_str) % 3
+
+other_function = compute_score
+"""
 SMALL = {
     "data.train_batch_size": 4,
     "data.max_prompt_length": 64,
@@ -103,7 +107,7 @@ def files(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_command_of_a_page_runs_small(page, words, files, forks, tmp_path):
-    (tmp_path / "my_reward.py").write_text(REWARD + "other_function = compute_score\n")
+    (tmp_path / "my_reward.py").write_text(REWARD)
     arguments, log = small(words, *files), tmp_path / "log"
     code = forks.start(VALOR, *arguments, log=log, cwd=tmp_path).wait(300.0)
     assert code == 0, f"{page}: valor {' '.join(arguments)}\n{log.read_text()[-3000:]}"
