@@ -1,5 +1,6 @@
 """Commands of README and docs whose models, data and machines are placeholders do run: a step each, all of it small."""
 
+import json
 import re
 from pathlib import Path
 
@@ -94,14 +95,15 @@ def small(words: list[str], tiny: dict[str, Path], pairs: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tiny, tmp_path_factory):
-    """Twelve rows of the tiny task, and as many pairs."""
+    """Twelve rows of the tiny task, and pairs of 24 prompts."""
     folder = tmp_path_factory.mktemp("few")
     few = {"model": tiny["model"]}
     for split in ("train", "val"):
         few[split] = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(tiny[split])[:12], few[split])
     pairs = folder / "pairs.jsonl"
-    pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 12)
+    rows = ({"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(24))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return few, pairs
 
 

@@ -128,7 +128,7 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
     hint = (
-        f" (valor data prepare custom --local {file} --answer-column COLUMN makes one of it)"
+        f" (valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one)"
         if file.suffix == ".csv"
         else ""
     )
