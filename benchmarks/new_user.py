@@ -235,7 +235,7 @@ class Afternoon:
 
     def whole_steps(self) -> None:
         """Steps 1, 2, 3 are each in the metrics once, and the report is a page."""
-        if not (self.folder / "ppo/metrics.jsonl").exists():
+        if self.only or not (self.folder / "ppo/metrics.jsonl").exists():
             return
         steps = [json.loads(line)["step"] for line in (self.folder / "ppo/metrics.jsonl").read_text().splitlines()]
         said = f"steps {steps}, report of {(self.folder / 'ppo/report.html').stat().st_size:,} bytes"
