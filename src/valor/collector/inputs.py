@@ -9,21 +9,24 @@ from typing import Any, Literal
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.agents.taskset import taskset_of_run
+from valor.agents.tools import name_of
 from valor.config import DataConfig, PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.curriculum import training_sampler
 from valor.data.images import ImageFiles
+from valor.data.plain_rows import TRUTHS
 from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.templates import ask_template, end_tokens, keeps, parts_of
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.models.images import FAMILIES
 from valor.models.load import load_model_config, load_policy_tokenizer, load_processor, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import find_grader, needs_truth
+from valor.tracking.console import say
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,9 @@ class RunInputs:
         self.train = self._prompts(data, "train")
         self.val = self._prompts(data, "val") if data.has_validation else None
         answers = {"tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
+        for loop, schemas in (self.agents.schemas if self.agents else {}).items():
+            if schemas:
+                say(f"{loop} has the tools {', '.join(map(name_of, schemas))}")
         splits = [rows for rows in (self.train, self.val) if rows is not None]
         parts = answers | parts_of(row.messages for rows in splits for row in rows)
         parts |= {"tools"} if answers or any(rows.has_tools for rows in splits) else set()
@@ -126,7 +132,13 @@ class RunInputs:
 
         if sources:
             self.rewards.check({row.data_source for row in rows if not judged(row.extra_info)})
-        lacking = () if self.rewards.grades_everything else rows.without_truth
+        lacking = rows.without_truth
+        if self.rewards.grades_everything:
+            if len(lacking) == len(rows) and not judged(lacking[0].extra_info):
+                near = next(filter(None, (did_you_mean(name, TRUTHS) for name in lacking[0].extra_info)), "")
+                names = ", ".join(TRUTHS)
+                logger.warning("no %s prompt has a ground truth (%s): the reward gets None%s", rows.split, names, near)
+            lacking = []
         missing = [row for row in lacking if needs_truth(row.data_source) and not judged(row.extra_info)]
         if missing:
             raise UserError(

@@ -58,6 +58,7 @@ def read_arguments(argv: Sequence[str]) -> SimpleNamespace:
         raise UserError(f"{error.option_name} needs a value") from None
     unknown = [word.partition("=")[0] for word in line.overrides if word.startswith("-")]
     advice = {name: SWEEPS if name in ("-m", "--multirun") else f"there are {_OPTIONS}" for name in unknown}
+    advice |= {name: f"a setting is written {name[2:]}=VALUE" for name in unknown if "_" in name or "." in name}
     if unknown:
         raise UserError("\n".join(f"unknown option '{name}': {text}" for name, text in advice.items()))
     return line

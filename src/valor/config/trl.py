@@ -15,7 +15,10 @@ save_steps -> trainer.save_freq
 save_total_limit -> trainer.max_ckpt_to_keep
 eval_steps -> trainer.test_freq
 seed -> trainer.seed
-model_name_or_path -> {M}.path model.path
+(model model_name_or_path) -> {M}.path model.path
+train_dataset -> data.train_files
+eval_dataset -> data.val_files
+reward_funcs -> reward.custom_reward_function.path
 gradient_checkpointing -> {M}.enable_gradient_checkpointing model.enable_gradient_checkpointing
 (num_iterations num_ppo_epochs) -> {A}.ppo_epochs
 (epsilon cliprange) -> {A}.clip_ratio
@@ -54,6 +57,7 @@ report_to ? set trainer.logger=[console,file] with wandb, tensorboard, trackio o
 (save_strategy eval_strategy evaluation_strategy) ? set trainer.save_freq and trainer.test_freq in steps
 use_vllm ? set actor_rollout_ref.rollout.name=vllm
 attn_implementation ? set model.override_config={{attn_implementation:…}} (PPO: below actor_rollout_ref)
+(use_peft peft_config) ? set {M}.lora_rank (PPO), model.lora_rank (SFT) or lora_rank=16
 dataset_name ? make files first (valor data prepare), then set data.train_files
 resume_from_checkpoint ? set trainer.resume_mode=resume_path and trainer.resume_from_path
 (push_to_hub hub_model_id) ? after the run: valor publish

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 
 from valor.data.images import Source, parse_images
 from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
-from valor.data.plain_rows import is_plain, read_plain
-from valor.errors import UserError
+from valor.data.plain_rows import QUESTIONS, TRUTHS, is_plain, read_plain
+from valor.errors import UserError, did_you_mean
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
@@ -127,11 +127,16 @@ def count_rows(path: str | Path) -> int:
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
+    hint = (
+        f" (valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one)"
+        if file.suffix == ".csv"
+        else ""
+    )
     wrong = {
         "only local files can be read; copy it to this machine and give its path": "://" in str(path),
         "no such file; check the path, or prepare it first (valor data prepare)": not file.exists(),
         "is a folder; give the file inside it, or a list of files": file.is_dir(),
-        f"unknown kind of file; use one of {', '.join(kinds)}": not file.name.endswith(tuple(kinds)),
+        f"unknown kind of file; use one of {', '.join(kinds)}{hint}": not file.name.endswith(tuple(kinds)),
         "the file is empty (0 bytes); prepare it again": file.exists() and file.stat().st_size == 0,
     }
     if message := next((message for message, is_so in wrong.items() if is_so), None):
@@ -273,4 +278,8 @@ def _require_columns(where: str, present: Collection[str], required: Sequence[st
         listed = ", ".join(f"'{c}'" for c in missing)
         hint = "; data.prompt_key and data.reward_fn_key say under which name" if "reward_model" in required else ""
         hint += ", and valor data prepare custom makes such a file of yours" if hint else ""
+        usual = {*required, *QUESTIONS, *TRUTHS}
+        hint = next(
+            filter(None, (did_you_mean(name, usual, cutoff=0.8) for name in present if name not in usual)), hint
+        )
         raise UserError(f"{where}: column {listed} missing (it has {', '.join(present)}); add or rename it{hint}")

@@ -6,15 +6,16 @@ from typing import Any
 from valor.data.messages import TEMPLATE_KWARGS
 from valor.errors import UserError
 
-_QUESTIONS = ("prompt", "question", "problem")
-_TRUTHS = ("ground_truth", "answer", "solution")
+QUESTIONS = ("prompt", "question", "problem")
+TRUTHS = ("ground_truth", "answer", "solution")
+"""Usual names of the columns of prompts, and of ground truths."""
 _ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_info", "ability", "ground_truth")
 
 
 def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool:
     """Whether rows with these columns are questions, with or without answers, rather than in those of prompt files."""
-    asks = any(name in columns for name in (prompt_key, *_QUESTIONS))
-    return asks and "reward_model" not in columns and (source_key not in columns or bool({*_TRUTHS} & {*columns}))
+    asks = any(name in columns for name in (prompt_key, *QUESTIONS))
+    return asks and "reward_model" not in columns and (source_key not in columns or bool({*TRUTHS} & {*columns}))
 
 
 def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
@@ -25,7 +26,7 @@ def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: s
     """
     key = prompt_column(row, prompt_key)
     source = row.get(source_key)
-    truth = next((row[name] for name in _TRUTHS if row.get(name) is not None), None)
+    truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
     info = {name: value for name, value in row.items() if name not in (*_ROW_COLUMNS, key, source_key)}
     return {
         prompt_key: as_messages(row[key]),
@@ -38,7 +39,7 @@ def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: s
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
     """The column that holds the row's prompt. UserError: there is none."""
-    key = next((name for name in (prompt_key, *_QUESTIONS) if name in row), None)
+    key = next((name for name in (prompt_key, *QUESTIONS) if name in row), None)
     if key is None:
         raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that holds it")
     return key

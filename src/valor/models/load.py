@@ -382,6 +382,8 @@ def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
 
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
+    if (folder := Path(path).expanduser()).is_dir() and not [*folder.glob("config.json"), *folder.glob("*token*")]:
+        return f"'{path}' is not a model: it has no config.json; nor a tokenizer: of a run give RUN/huggingface/actor"
     if "couldn't connect" in text or "offline mode" in text:
         return out_of_reach(path)
     if "not a valid model identifier" in text or "Repo id must" in text:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
-from valor.rewards.functions import TRANSCRIPT, fields_for
+from valor.rewards.functions import TRANSCRIPT, RewardFunctions, fields_for
 from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
@@ -39,7 +39,8 @@ class CustomFunction:
         if self.path.endswith(".pkl"):
             function = unpickled(self.path)
         else:
-            function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
+            key = "reward.custom_reward_function (path, name)"
+            function = self._of_columns(load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", key))
         names = self.arguments(function).values()
         arguments = dict.fromkeys(names) | dict(self.kwargs)
         try:
@@ -52,3 +53,18 @@ class CustomFunction:
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass
         return function
+
+    def _of_columns(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function in TRL's form as one of samples, others as they are. UserError: it needs what files lack."""
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):
+            return function
+        if "completions" not in parameters or "solution_strs" in parameters:
+            return function
+        if self.kwargs or "prompts" in parameters:
+            lacking = "reward_kwargs are" if self.kwargs else "prompts are"
+            raise UserError(
+                f"{self.path}: {self.name}() takes completions, to which no {lacking} passed: leave them out"
+            )
+        return RewardFunctions([function])

@@ -74,13 +74,14 @@ class RewardFunctions:
         infos = [sample["extra_info"] or {} for sample in samples]
         names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
         columns: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
-            "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
                 for text, info in zip((sample["solution_str"] for sample in samples), infos, strict=True)
             ],
             "ground_truth": [sample["ground_truth"] for sample in samples],
         }
+        if any(PROMPT in info for info in infos):
+            columns["prompts"] = [info.get(PROMPT) for info in infos]
         if self.reads_transcript:
             columns[TRANSCRIPT] = [sample[TRANSCRIPT] for sample in samples]
         passed = {name: column for name, column in columns.items() if "**" in arguments or name in arguments}

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     yield "algorithm", f"{config.algorithm.adv_estimator}, policy loss {config.policy_loss}"
     yield "actor", _and(_model(policy.model), policy.actor.strategy == "megatron" and "by megatron-core")
     yield "rollout", _and(engine, engine in GENERATION_ENGINES and GENERATION_ENGINES[engine].plan(config))
+    if config.plays_episodes:
+        yield "episodes", _episodes(config)
     yield "critic", _critic(config.critic)
     penalty, loss = config.algorithm.use_kl_in_reward, policy.actor.use_kl_loss
     uses = _and(penalty and "KL penalty in the reward", loss and "KL loss", config.has_probe and "critic's features")
@@ -140,6 +143,25 @@ def _critic(critic: CriticConfig) -> str:
     frozen = critic.freeze_steps and f"frozen in steps {_and(*critic.freeze_steps)}"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
     return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
+
+
+def _episodes(config: PPOConfig) -> str:
+    """Who plays them, with what, and how many turns; names of tools are in their files (`RunInputs` says them)."""
+    multi, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    if agent.replay_dir is not None:
+        return f"recorded ones of {agent.replay_dir}"
+    search = f"searches in {config.retriever.corpus_path or config.retriever.url}" if config.do_search else ""
+    files = _and(multi.tool_config_path, multi.function_tool_path)
+    most = config.max_turns + 1 if config.do_search else multi.most_turns
+    turns = "any number of turns that fit" if most == inf else f"at most {_count(int(most), 'turn')}"
+    return _and(
+        f"by {config.default_agent_loop}",
+        agent.environment or config.data.taskset,
+        files and f"tools of {files}",
+        search,
+        agent.agent_loop_config_path and f"loops of {agent.agent_loop_config_path}",
+        f"{turns} in {config.episode_length:,} tokens",
+    )
 
 
 def _reward(config: PPOConfig) -> str:

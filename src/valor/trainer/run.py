@@ -130,6 +130,9 @@ class Run(ABC):
             stop.at_once = False
             self.after_steps()
             self.record.finish()
+            if not self.finished:
+                way_on = self.record.checkpoints.way_on(self.config.trainer.resume_mode)
+                self.record.say(f"stopped after step {self.step} of {self.total_steps}: {way_on}")
             return 0 if stop.signum is None else 128 + stop.signum
 
     def _next_step(self) -> dict[str, Any]:
@@ -213,6 +216,10 @@ class Run(ABC):
         self.load_state_dict(checkpoint.state)
         self.record.best = checkpoint.state["best"]
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
+        if self.finished:
+            partly = (
+                ", its last: nothing is left to train (raise trainer.total_training_steps or total_epochs to go on)"
+            )
         self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{partly}")
 
     def _find_checkpoint(self) -> Checkpoint | None:

@@ -190,6 +190,7 @@ def test_a_near_choice_is_offered():
         (["--config-name", "nope"], "there is no configuration 'nope': built in are ppo_trainer, ppo_config, grpo_con"),
         (["--config-name"], "--config-name needs a value"),
         (["--dry-rum"], "unknown option '--dry-rum': there are --config-name"),
+        (["--learning_rate", "1e-5"], "unknown option '--learning_rate': a setting is written learning_rate=VALUE"),
         (["--config-path", "/no/such/folder"], "--config-path /no/such/folder: there is no such folder"),
         (
             ["algorithm.lam=0.9,0.95"],

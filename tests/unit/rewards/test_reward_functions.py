@@ -137,3 +137,20 @@ sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
     )
     assert first == second
     assert pickle.loads(first)(data_source="", solution_str="abc", ground_truth=None, extra_info={}) == 3
+
+
+def test_a_file_may_hold_a_function_of_completions(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def right(completions, answer, **columns):\n    assert 'prompts' not in columns\n"
+        "    return [float(a in c) for a, c in zip(answer, completions, strict=True)]\n"
+        "def needs(completions, prompts):\n    return [0.0]\n"
+    )
+    with RewardExecutor(num_workers=1, custom=CustomFunction(str(file), "right")) as graders:
+        assert graders.submit(Sample("own", "it is 7", "7", {"answer": "7"})).result(60).score == 1.0
+    with pytest.raises(UserError, match=r"has no 'compute_score' .it has right, needs"):
+        CustomFunction(str(file)).load()
+    with pytest.raises(UserError, match="no prompts are passed"):
+        CustomFunction(str(file), "needs").load()
+    with pytest.raises(UserError, match="no reward_kwargs are passed"):
+        CustomFunction(str(file), "right", {"bonus": 1}).load()

@@ -119,3 +119,16 @@ def test_supervised_runs_are_checked_too(model, tmp_path, capsys):
     assert code == 2 and "model" in out and len(lines) == 1 and "needs a column 'messages'" in lines[0]
     code, _, lines = run(capsys, "rm train", f"model.path={model}", f"data.train_files={path}")
     assert code == 2 and len(lines) == 1 and "column 'chosen', 'rejected' missing" in lines[0]
+
+
+def test_answers_under_an_unusual_name_are_noted(model, tmp_path, capsys, caplog):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
+    )
+    line = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1"]
+    line += [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}"]
+    for name, noted in (("anwser", 1), ("answer", 0)):
+        data = rows(tmp_path / f"{name}.jsonl", {"question": "1+1=", name: "2"})
+        caplog.clear()
+        assert run(capsys, "ppo", *line, f"data.train_files={data}")[0] == 0
+        assert caplog.text.count("the reward gets None; did you mean answer?") == noted

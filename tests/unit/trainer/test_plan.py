@@ -158,3 +158,14 @@ def test_a_run_says_its_plan_before_it_does_anything(tmp_path, capsys):
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
     assert run_command("ppo", PPOConfig, start, [*argv, "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == said[0][1:] and len(said) == 1
+
+
+def test_who_plays_episodes_with_what_and_how_far():
+    multi = "actor_rollout_ref.rollout.multi_turn"
+    argv = [f"{multi}.enable=true", f"{multi}.function_tool_path=t.py", f"{multi}.max_user_turns=2"]
+    assert row(plan(load(argv).config), "episodes") == "by tool_agent, tools of t.py, at most 3 turns in 512 tokens"
+    played = plan(load(["actor_rollout_ref.rollout.agent.environment=games.py:Hangman"]).config)
+    assert row(played, "episodes").endswith("games.py:Hangman, any number of turns that fit in 512 tokens")
+    searched = row(plan(load(["do_search=true", "max_turns=4"]).config), "episodes")
+    assert "searches in http://127.0.0.1:8000/retrieve, at most 5 turns" in searched
+    assert "\nepisodes" not in plan(load([]).config)
