@@ -1,5 +1,6 @@
 """The loop of environments and tools: the policy speaks and is answered, until nothing is left to say."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any
 
 from valor.agents.chat import Conversation, Message
 from valor.agents.compaction import Compaction
-from valor.agents.env import Step, env_source, texts
+from valor.agents.env import Step, env_source
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import FORMATS, Call, Parsed, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
@@ -51,13 +52,15 @@ class EnvLoop(AgentLoop):
         calls: list[dict[str, Any]] = []
         try:
             opening = await toolbox.open(task.row)
-            messages = with_opening(task.row["messages"], opening)
+            toolbox.chat = self.chat
+            messages = with_opening(self.chat.row_messages(task.row), opening)
             if toolbox.messages is not None:
-                messages = with_opening(self.chat.safe(toolbox.messages), opening)
+                messages = with_opening(self.chat.safe(await self._shown(toolbox.messages)), opening)
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
             play.cuts = None if self._compaction is None else []
-            toolbox.chat, toolbox.play, toolbox.converse = self.chat, play, partial(self._delegated, play, calls)
+            play.shows(talk)
+            toolbox.play, toolbox.converse = play, partial(self._delegated, play, calls)
             answer = partial(self._answer, play, toolbox, calls, self._most_turns)
             reason = await converse(play, talk, answer, self._compaction)
             reward = await toolbox.rewards()
@@ -98,7 +101,7 @@ class EnvLoop(AgentLoop):
         if toolbox.heard is not None and await toolbox.heard(text):
             return "stop"
         if not calls and toolbox.step is not None:
-            return self._reply(play, await toolbox.step(text), most_turns, finish_reason)
+            return await self._reply(play, await toolbox.step(text), most_turns, finish_reason)
         if finish_reason != "stop" or not calls:
             return finish_reason
         if play.num_turns >= most_turns:
@@ -110,7 +113,7 @@ class EnvLoop(AgentLoop):
             play.reward(result.reward, turn)
         return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
 
-    def _reply(
+    async def _reply(
         self, play: Play, step: Step, most_turns: float, finish_reason: FinishReason
     ) -> list[Message] | EpisodeEnd:
         """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
@@ -121,7 +124,13 @@ class EnvLoop(AgentLoop):
             return "stop" if done else finish_reason
         if play.num_turns >= most_turns:
             return "turns"
-        return [{"role": "user", "content": messages}] if isinstance(messages, str) else texts(messages)
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else await self._shown(messages)
+
+    async def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of the environment, with its images in files."""
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            return list(messages)
+        return await asyncio.to_thread(self.chat.read, messages, "the environment")
 
 
 async def converse(
@@ -167,4 +176,9 @@ def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
 
 def _tool_message(call: Call | None, result: ToolResult) -> Message:
     name = {"name": call.name} if isinstance(call, ToolCall) else {}
-    return {"role": "tool", **name, "content": result.text}
+    shown = [{"type": "image", "file": file} for file in result.images]
+    return {
+        "role": "tool",
+        **name,
+        "content": [*shown, {"type": "text", "text": result.text}] if shown else result.text,
+    }

@@ -173,7 +173,8 @@ class PPOConfig(Section):
         strategies = {shared.actor.strategy, self.critic.strategy}
         not_yet = {
             "rollout.name=native alone generates from images": shared.rollout.name != "native",
-            "agents, tools and environments play text episodes": self.plays_episodes,
+            "do_search=true plays text episodes": self.do_search,
+            "agent.compaction makes rows of text": self.plays_episodes and shared.rollout.agent.compaction.enable,
             "strategy=fsdp2 alone trains on images": "megatron" in strategies,
             "ulysses_sequence_parallel_size > 1 divides rows of text": any(
                 role.ulysses_sequence_parallel_size > 1 for role in (shared.actor, self.critic)
