@@ -127,7 +127,7 @@ def test_rows_with_pictures_between_turns_are_read_alike_everywhere(
 
 
 def _compared_with_transformers(rows: Any, images: Any, seeing: dict[str, Path]) -> int:
-    """Number of rows whose log-probs are those of transformers' own pass over pixels: all without sampled image tokens."""
+    """Number of rows whose log-probs are those of transformers' own pass: all without sampled image tokens."""
     hf, compared = AutoModelForImageTextToText.from_pretrained(seeing["model"]).eval(), 0
     from safetensors.torch import load_file
 
@@ -152,7 +152,7 @@ def _compared_with_transformers(rows: Any, images: Any, seeing: dict[str, Path])
 def test_ppo_learns_from_pictures_between_turns_and_goes_on(with_pictures: Any, tmp_path: Path) -> None:
     recorded = [f"trainer.episode_data_dir={tmp_path / 'episodes'}", "trainer.save_freq=1", "trainer.report=true"]
     assert main(with_pictures(tmp_path / "run", "Pictures", *recorded)) == 0
-    rows = read_metrics(tmp_path / "run")[1:]
+    rows = read_metrics(tmp_path / "run")
     assert all(row["training/rollout_log_probs_diff_max"] <= 1e-5 for row in rows)
     assert all(row["critic/grad_norm"] > 0 and row["episode/turns/max"] > 1 for row in rows)
     assert all(row["episode/failed"] == 0 and row["episode/observation_tokens"] > 0 for row in rows)
@@ -179,7 +179,7 @@ def _bytes(uri: str) -> bytes:
 )
 def test_other_ways_to_train(with_pictures: Any, tmp_path: Path, more: list[str]) -> None:
     assert main(with_pictures(tmp_path / "run", "Opened", "trainer.controller=local", *more)) == 0
-    rows = read_metrics(tmp_path / "run")[1:]
+    rows = read_metrics(tmp_path / "run")
     assert rows[0]["training/rollout_log_probs_diff_max"] <= 1e-5 and rows[0]["episode/turns/max"] > 1
 
 

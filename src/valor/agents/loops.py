@@ -109,6 +109,7 @@ class Play:
             return False
         self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
         self._observed, self._new_prompt = (), tuple(prompt_ids)
+        self._images = self._images and ""
         return True
 
     def tell(self, talk: Conversation, messages: Sequence[Message], least: int = 1) -> bool:

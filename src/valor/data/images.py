@@ -23,7 +23,10 @@ IMAGES = "images"
 
 PLACEHOLDER = "<image>"
 _FACT, _SHOWN, _SIDE = "shown", 4, 128  # in the head of a file: so many of its images, each of so many pixels at most
-_IDS = "ids"  # in the head of a file with one image: the tokens that stand for it
+_IDS, _PLACE = "ids", "place"  # in the head of a file with one image: the tokens that stand for it, and those of the
+# place that the chat template leaves for it
+CONTENT = "content"
+"""The image itself, in such a file: the bytes of an image file."""
 _URI = "data:image/jpeg;base64,"
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
@@ -144,13 +147,17 @@ class ImageFiles:
         ids = encoded["input_ids"][0].tolist()
         if not images:
             return ids, ""
-        head = {_IDS: json.dumps(ids)} if text == self.processor.image_token else {}
+        head = dict[str, str]()
+        if text == self.processor.image_token:
+            place = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            head = {_IDS: json.dumps(ids), _PLACE: json.dumps(place)}
         digest = hashlib.sha256(self._facts + b"".join(key.encode() for key in head))
         for content in contents:
             digest.update(hashlib.sha256(content).digest())
         path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
         if not path.is_file():
             tensors = {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}
+            tensors |= {CONTENT: _as_tensor(contents[0])} if head else {}
             self._write(path, tensors, {_FACT: _small(pictures[:_SHOWN]), **head}, where)
         return ids, str(path)
 
@@ -187,6 +194,37 @@ def with_images(ids: Sequence[int], parts: Iterable[tuple[str, Sequence[int]]]) 
 def image_ids(file: str) -> list[int]:
     """The tokens that stand for the image of a file by `ImageFiles.file_of`."""
     return json.loads(_head(file)[_IDS])
+
+
+def with_places(ids: Sequence[int], images: str) -> tuple[list[int], list[str]]:
+    """The token ids of a row [L] in which the place of an image is not filled with its tokens yet, and the images as
+    data URIs, for an engine that reads images itself."""
+    row, done, uris = list[int](), 0, list[str]()
+    for file, start in image_files(images):
+        row += [*ids[done:start], *json.loads(_head(file)[_PLACE])]
+        done = start + len(image_ids(file))
+        uris.append(_content(file))
+    return [*row, *ids[done:]], uris
+
+
+@lru_cache(maxsize=64)
+def _content(file: str) -> str:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        content = tensors.get_tensor(CONTENT).numpy().tobytes()
+    return "data:image/*;base64," + base64.b64encode(content).decode()
+
+
+def opened(uri: str) -> Any:
+    """The picture of a data URI by `with_places`."""
+    return _picture(base64.b64decode(uri.partition(",")[2]), "an image of a prompt")
+
+
+def _as_tensor(content: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _head(file: str) -> dict[str, str]:

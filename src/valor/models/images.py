@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from valor.data.images import image_files
+from valor.data.images import CONTENT, image_files
 from valor.errors import UserError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "internvl")
@@ -148,7 +148,7 @@ def _joined(read: Sequence[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tenso
 @lru_cache(maxsize=8)
 def _tensors(file: str) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        return {name: x for name, x in load_file(file).items() if name != CONTENT}
     except OSError as error:
         raise UserError(
             f"the images of a prompt cannot be read ({error}): data.image_cache must be a folder that all processes "

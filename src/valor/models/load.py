@@ -96,8 +96,8 @@ def load_image_files(config: PPOConfig, tokenizer: Any) -> ImageFiles:
     with _as_user_errors(model.path, "processor"), quiet_transformers():
         processor = processor_without_video(kind).from_pretrained(_resolve(model.path), video_processor=None)
     processor.tokenizer, tokenizer.renders_parts = tokenizer, True
-    options = {"apart": config.plays_episodes}
-    return ImageFiles(processor, kind.image_token_id, data.image_cache, data.mm_processor_kwargs, **options)
+    apart = config.plays_episodes or config.actor_rollout_ref.rollout.name != "native"
+    return ImageFiles(processor, kind.image_token_id, data.image_cache, data.mm_processor_kwargs, apart=apart)
 
 
 def check_critic(config: PPOConfig, tokenizer: Any) -> None:

@@ -120,6 +120,10 @@ def _build(context: BuildContext) -> RolloutEngine:
 
     hf = load_model_config(context.model)
     options = engine_options(context.config, context.model, hf, context.device, dist.get_world_size())
+    if context.images is not None:  # vLLM's own processor reads them, as the policy's does
+        options |= {"skip_tokenizer_init": False, "mm_processor_kwargs": dict(context.images)}
+        options |= {"skip_mm_profiling": True, "limit_mm_per_prompt": {"image": 999, "video": 0}}
+        options["load_format"] = "auto"  # "dummy" overwrites buffers too, and the vision tower's are not the actor's
     return VLLMEngine(options, eos_token_ids=context.eos_token_ids, device=context.device)
 
 
