@@ -249,6 +249,8 @@ class ServedModel:
             return {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
         if path == "/inference/v1/generate" and not self.faults.get("old"):
             return self._seen(body)
+        if path == "/reset_encoder_cache":
+            return None
         if path == "/collective_rpc":
             return {"results": [getattr(self, body["method"])(*body.get("args", []))]}
         raise Refused(404, "Not Found")

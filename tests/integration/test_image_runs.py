@@ -189,7 +189,10 @@ def test_the_report_shows_images_beside_the_answers(on_images: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["actor_rollout_ref.rollout.name=sglang"], "native, vllm and server (vLLM's) alone take token ids with images"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "native, vllm and server (vLLM's) alone take token ids with images",
+        ),
         (["do_search=true"], "do_search=true plays text episodes"),
         (["data.video_key=videos"], "no video and no audio"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "divides rows of text"),

@@ -71,7 +71,8 @@ def test_a_run_with_a_vllm_server(servers: Starter, by_server: Any, tmp_path: Pa
     rows = read_metrics(tmp_path)
     assert len(rows) == 2 and all(row["training/rollout_log_probs_diff_max"] <= 1e-5 for row in rows)
     assert all(row["critic/grad_norm"] > 0 for row in rows)
-    assert server.set().count("/inference/v1/generate") >= 24
+    asked = server.set()
+    assert asked.count("/inference/v1/generate") >= 24 and asked.count("/reset_encoder_cache") >= 2
     server.kill()
 
 

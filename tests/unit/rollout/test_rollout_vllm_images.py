@@ -20,19 +20,21 @@ from valor.rollout.base import Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
+from valor.rollout.vllm.options import IMAGE_FAMILIES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-VIDEO = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 64, "longest_edge": 1024}}
+SIZES = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
 CONTENTS = [("none", 0), ("<image> one", 1), ("a <image> b <image>", 2)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torchvision", reason="vLLM reads images with torchvision")
-    path = make_model(tmp_path_factory.mktemp("vision") / "model", wide=True)
+    path = make_model(tmp_path_factory.mktemp("vision") / "model", request.param, wide=True)
     patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    (path / "video_preprocessor_config.json").write_text(json.dumps(VIDEO | patches))
+    kind = {"video_processor_type": f"Qwen{2 + (request.param == 'qwen3_vl')}VLVideoProcessor"}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(SIZES | kind | patches))
     return path
 
 

@@ -177,6 +177,14 @@ class TokensAndImages(Dialect):
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
         return f"{root(url)}/abort_requests", {"request_ids": [f"generate-tokens-{name}"]}
 
+    async def update(
+        self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        workers = await super().update(url, files, name, version, leave)
+        # Features of images, which salts do not keep apart.
+        await self.client.request(f"{root(url)}/reset_encoder_cache", {}, leave=leave)
+        return workers
+
 
 class TensorRTLLM(Dialect):
     """TensorRT-LLM's `trtllm-serve`, which takes no weights over HTTP."""

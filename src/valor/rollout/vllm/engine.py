@@ -108,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_version = None
         self._wake("weights")
         self.weights_checksum = self._held.write(weights, version)
+        self._llm.reset_encoder_cache()  # features of images, which salts do not keep apart
         self.weights_version = version
         self._updates += 1
 
