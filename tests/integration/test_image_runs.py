@@ -191,7 +191,7 @@ def test_the_report_shows_images_beside_the_answers(on_images: Any, tmp_path: Pa
     [
         (
             ["actor_rollout_ref.rollout.name=sglang"],
-            "native, vllm and server (vLLM's) alone take token ids with images",
+            "vllm and server (vLLM's) alone take token ids with images",
         ),
         (["do_search=true"], "do_search=true plays text episodes"),
         (["data.video_key=videos"], "no video and no audio"),

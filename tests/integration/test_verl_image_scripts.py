@@ -90,11 +90,11 @@ def test_a_script_runs(script: list[str], more: str, tmp_path: Path) -> None:
     [
         (
             ["actor_rollout_ref.rollout.name=sglang"],
-            "native, vllm and server (vLLM's) alone take token ids with images",
+            "vllm and server (vLLM's) alone take token ids with images",
         ),
         (
             ["actor_rollout_ref.rollout.name=trtllm"],
-            "native, vllm and server (vLLM's) alone take token ids with images",
+            "vllm and server (vLLM's) alone take token ids with images",
         ),
         (["actor_rollout_ref.actor.strategy=megatron"], "strategy=fsdp2 alone trains on images"),
         (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "divides rows of text"),
