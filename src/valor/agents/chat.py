@@ -224,5 +224,5 @@ def _files(messages: Iterable[Message]) -> list[str]:
 
 def _joined(images: str, following: str, length: int) -> str:
     """The images of a row of `length` tokens and of those that follow it."""
-    later = (f"{file}\t{place + length}" for file, place in image_files(following))
+    later = (f"{file}\t{start + length}" for file, start in image_files(following))
     return "\n".join([*images.splitlines(), *later])

@@ -1,6 +1,5 @@
 """The loop of environments and tools: the policy speaks and is answered, until nothing is left to say."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -55,11 +54,11 @@ class EnvLoop(AgentLoop):
             toolbox.chat = self.chat
             messages = with_opening(self.chat.row_messages(task.row), opening)
             if toolbox.messages is not None:
-                messages = with_opening(self.chat.safe(await self._shown(toolbox.messages)), opening)
+                messages = with_opening(self.chat.safe(self.chat.read(toolbox.messages, "the environment")), opening)
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
             play.cuts = None if self._compaction is None else []
-            play.shows(talk)
+            play.take_images(talk)
             toolbox.play, toolbox.converse = play, partial(self._delegated, play, calls)
             answer = partial(self._answer, play, toolbox, calls, self._most_turns)
             reason = await converse(play, talk, answer, self._compaction)
@@ -101,7 +100,7 @@ class EnvLoop(AgentLoop):
         if toolbox.heard is not None and await toolbox.heard(text):
             return "stop"
         if not calls and toolbox.step is not None:
-            return await self._reply(play, await toolbox.step(text), most_turns, finish_reason)
+            return self._reply(play, await toolbox.step(text), most_turns, finish_reason)
         if finish_reason != "stop" or not calls:
             return finish_reason
         if play.num_turns >= most_turns:
@@ -113,7 +112,7 @@ class EnvLoop(AgentLoop):
             play.reward(result.reward, turn)
         return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
 
-    async def _reply(
+    def _reply(
         self, play: Play, step: Step, most_turns: float, finish_reason: FinishReason
     ) -> list[Message] | EpisodeEnd:
         """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
@@ -124,13 +123,9 @@ class EnvLoop(AgentLoop):
             return "stop" if done else finish_reason
         if play.num_turns >= most_turns:
             return "turns"
-        return [{"role": "user", "content": messages}] if isinstance(messages, str) else await self._shown(messages)
-
-    async def _shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of the environment, with its images in files."""
-        if not any(isinstance(message.get("content"), list) for message in messages):
-            return list(messages)
-        return await asyncio.to_thread(self.chat.read, messages, "the environment")
+        if isinstance(messages, str):
+            return [{"role": "user", "content": messages}]
+        return self.chat.read(messages, "the environment")
 
 
 async def converse(

@@ -116,12 +116,13 @@ class Play:
         """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
         observation = talk.tell(messages)
         fits = self.new_row(talk.token_ids, least) if observation is None else self.observe(observation, least)
-        return fits and self.shows(talk)
+        if fits:
+            self.take_images(talk)
+        return fits
 
-    def shows(self, talk: Conversation) -> bool:
-        """The present row is that of a conversation, with its images. True."""
+    def take_images(self, talk: Conversation) -> None:
+        """The present row is that of a conversation, and has its images."""
         self._images = None if self._images is None else talk.images
-        return True
 
     def cut(self, prompt_ids: Sequence[int], least: int) -> bool:
         """Go on from the summary that is the last turn, in a new row with this prompt. False: as of `new_row`."""

@@ -166,8 +166,7 @@ class Toolbox:
             if not math.isfinite(result.reward):
                 raise ValueError(f"its reward is {result.reward}")
             if result.images:
-                files = await asyncio.to_thread(self.chat.files, result.images, call.name)
-                result = replace(result, images=files)
+                result = replace(result, images=self.chat.files(result.images, call.name))
             return replace(result, text=as_text(result.text))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))

@@ -23,8 +23,8 @@ IMAGES = "images"
 
 PLACEHOLDER = "<image>"
 _FACT, _SHOWN, _SIDE = "shown", 4, 128  # in the head of a file: so many of its images, each of so many pixels at most
-_IDS, _PLACE = "ids", "place"  # in the head of a file with one image: the tokens that stand for it, and those of the
-# place that the chat template leaves for it
+_IDS, _MARK = "ids", "mark"  # in the head of a file with one image: the tokens that stand for it, and those of the mark
+# that the chat template writes for it
 CONTENT = "content"
 """The image itself, in such a file: the bytes of an image file."""
 _URI = "data:image/jpeg;base64,"
@@ -149,9 +149,9 @@ class ImageFiles:
             return ids, ""
         head = dict[str, str]()
         if text == self.processor.image_token:
-            place = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-            head = {_IDS: json.dumps(ids), _PLACE: json.dumps(place)}
-        digest = hashlib.sha256(self._facts + b"".join(key.encode() for key in head))
+            mark = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            head = {_IDS: json.dumps(ids), _MARK: json.dumps(mark)}
+        digest = hashlib.sha256(self._facts + "".join(head.values()).encode())
         for content in contents:
             digest.update(hashlib.sha256(content).digest())
         path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
@@ -174,10 +174,10 @@ class ImageFiles:
 
 
 def image_files(images: str) -> list[tuple[str, int]]:
-    """What a row's text in the column `IMAGES` says: files, and the place in the row from which on each one's image
-    tokens are. A line for each file, with its place behind a tab, if that is not 0."""
+    """What a row's text in the column `IMAGES` says: files, and the positions in the row from which on each one's
+    image tokens are. A line for each file, with its position behind a tab, if that is not 0."""
     lines = (line.partition("\t") for line in images.splitlines())
-    return [(file, int(place or 0)) for file, _, place in lines]
+    return [(file, int(start or 0)) for file, _, start in lines]
 
 
 def with_images(ids: Sequence[int], parts: Iterable[tuple[str, Sequence[int]]]) -> tuple[list[int], str]:
@@ -196,12 +196,12 @@ def image_ids(file: str) -> list[int]:
     return json.loads(_head(file)[_IDS])
 
 
-def with_places(ids: Sequence[int], images: str) -> tuple[list[int], list[str]]:
-    """The token ids of a row [L] in which the place of an image is not filled with its tokens yet, and the images as
-    data URIs, for an engine that reads images itself."""
+def with_marks(ids: Sequence[int], images: str) -> tuple[list[int], list[str]]:
+    """The token ids of a row [L] with the chat template's mark in place of each image's tokens, and the images as data
+    URIs, for an engine that reads images itself."""
     row, done, uris = list[int](), 0, list[str]()
     for file, start in image_files(images):
-        row += [*ids[done:start], *json.loads(_head(file)[_PLACE])]
+        row += [*ids[done:start], *json.loads(_head(file)[_MARK])]
         done = start + len(image_ids(file))
         uris.append(_content(file))
     return [*row, *ids[done:]], uris
@@ -217,7 +217,7 @@ def _content(file: str) -> str:
 
 
 def opened(uri: str) -> Any:
-    """The picture of a data URI by `with_places`."""
+    """The picture of a data URI by `with_marks`."""
     return _picture(base64.b64decode(uri.partition(",")[2]), "an image of a prompt")
 
 

@@ -121,10 +121,11 @@ class RowImages:
 def image_sources(hf: Any, ids: Tensor, images: Sequence[str]) -> Tensor:
     """[b, L] of rows of ids [b, L]: the number of the feature at each position, counted over the distinct files, or -1.
 
-    An image's tokens are the first ones from its place on; the policy may sample further ones, which stand for nothing.
+    An image's tokens are the first ones from its position on; the policy may sample others, which stand for nothing.
     """
     source, starts, total = torch.full_like(ids, -1), dict[str, int](), 0
-    for row, file, start in ((row, *one) for row, named in enumerate(images) for one in image_files(named)):
+    references = ((row, *part) for row, named in enumerate(images) for part in image_files(named))
+    for row, file, start in references:
         count = int(Path(file).stem.rpartition("-")[2])
         if file not in starts:
             starts[file], total = total, total + count

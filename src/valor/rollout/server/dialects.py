@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from valor.config import RolloutConfig
-from valor.data.images import with_places
+from valor.data.images import with_marks
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.client import ServerClient, root
 from valor.rollout.server.weights import WeightFiles
@@ -155,14 +155,14 @@ class Dialect:
 
 
 class TokensAndImages(Dialect):
-    """vLLM's `/inference/v1/generate`: token ids with images, whose places the server fills."""
+    """vLLM's `/inference/v1/generate`: token ids with images, whose marks the server replaces."""
 
     def address(self, url: str) -> str:
         return f"{root(url)}/inference/v1/generate"
 
     def body(self, request: Completion) -> dict[str, Any]:
         sampling = super().body(request)
-        ids, uris = with_places(request.prompt, request.images)
+        ids, uris = with_marks(request.prompt, request.images)
         beside = {name: sampling.pop(name) for name in ("model", "request_id", "cache_salt") if name in sampling}
         for name in ("prompt", *_TOKEN_IDS):
             del sampling[name]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.data.images import opened, with_places
+from valor.data.images import opened, with_marks
 from valor.errors import UserError, did_you_mean
 from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, StopTexts, WeightMode
 from valor.rollout.vllm import internals  # before the rest of vLLM, whose environment it sets
@@ -170,7 +170,7 @@ class VLLMEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         # The salt: a prompt's cached keys and values are found only by prompts of the same weights.
-        ids, images = with_places(request.known_ids, request.images)
+        ids, images = with_marks(request.known_ids, request.images)
         prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self._updates))
         if images:
             prompt["multi_modal_data"] = {"image": [opened(image) for image in images]}
