@@ -24,7 +24,7 @@ from valor.rollout.vllm.options import IMAGE_FAMILIES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SIZES = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+VIDEO = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 64, "longest_edge": 1024}}
 CONTENTS = [("none", 0), ("<image> one", 1), ("a <image> b <image>", 2)]
 
 
@@ -33,8 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pytest.importorskip("torchvision", reason="vLLM reads images with torchvision")
     path = make_model(tmp_path_factory.mktemp("vision") / "model", request.param, wide=True)
     patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    kind = {"video_processor_type": f"Qwen{2 + (request.param == 'qwen3_vl')}VLVideoProcessor"}
-    (path / "video_preprocessor_config.json").write_text(json.dumps(SIZES | kind | patches))
+    (path / "video_preprocessor_config.json").write_text(json.dumps(VIDEO | patches))
     return path
 
 

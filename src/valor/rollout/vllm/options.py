@@ -16,7 +16,7 @@ from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
-IMAGE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+IMAGE_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Model types of which vLLM and the policy read the same from an image."""
 
 
