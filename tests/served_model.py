@@ -1,13 +1,17 @@
-"""A server with a real tiny model behind the native engine, in SGLang's or TensorRT-LLM's words (docs/servers.md).
+"""A server with a real tiny model behind the native engine, in the words of SGLang, TensorRT-LLM or, where the model
+reads images, vLLM (docs/servers.md).
 
 Its faults are a test's to set, by POST /faults.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,17 +21,21 @@ from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from json_http import JsonHandler
 from valor.config import ModelConfig
+from valor.data.images import ImageFiles, with_images
+from valor.models.internals import processor_without_video
 from valor.models.load import load_policy
 from valor.rollout.base import Abort, Output, Request, SamplingParams
 from valor.rollout.native.engine import NativeCopy
+from valor.rollout.transfer import checksum
 
 
 @dataclass(eq=False)
@@ -45,7 +53,7 @@ class Refused(Exception):
 
 
 class ServedModel:
-    """The model of `folder`. `kind`: sglang or trtllm."""
+    """The model of `folder`. `kind`: sglang, trtllm or vllm."""
 
     everywhere = True
     max_requests, max_tokens = 64, 800
@@ -56,7 +64,9 @@ class ServedModel:
         self.log: list[str] = []
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         policy = load_policy(ModelConfig(path=folder))
-        self.engine = NativeCopy(policy, eos_token_ids=[], max_num_seqs=64)
+        self.folder, self.hf = folder, policy.hf
+        self.engine = NativeCopy(policy, eos_token_ids=[], max_num_seqs=64, images=kind == "vllm")
+        self.images = _reader(folder, self.tokenizer) if kind == "vllm" else None
         self.tensors = dict(policy.hf.state_dict())
         self.engine.weights_version = 0
         self.pending: dict[str, Pending] = {}
@@ -95,12 +105,12 @@ class ServedModel:
 
     # ---- generation
 
-    def generate(self, name: str, ids: list[int], params: SamplingParams, seed: int) -> Output:
+    def generate(self, name: str, ids: list[int], params: SamplingParams, seed: int, images: str = "") -> Output:
         if self.asleep:
             raise Refused(400, "the memory is released")
         if self.faults.get("die") == "generate":
             os._exit(9)
-        request = Request(name, ids, params, (seed,), lambda output: self._ended(name, output))
+        request = Request(name, ids, params, (seed,), lambda output: self._ended(name, output), images=images)
         with self._lock:
             one = self.pending[name] = Pending(request)
             self._todo.put(request)
@@ -224,6 +234,67 @@ class ServedModel:
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(output.token_ids)}
         return {"id": "cmpl-1", "choices": [choice], "usage": usage, "prompt_token_ids": body["prompt"]}
 
+    # ---- vLLM's
+
+    def vllm(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 512}]}
+        if path == "/v1/completions":
+            text = body["prompt"] if isinstance(body["prompt"], str) else None
+            ids = self.tokenizer(text)["input_ids"] if text is not None else body["prompt"]
+            output = self._sampled(body["request_id"], ids, body)
+            probs = {"token_logprobs": output.log_probs}
+            choice = {"token_ids": output.token_ids, "logprobs": probs, "prompt_token_ids": ids}
+            choice |= {"finish_reason": output.finish_reason}
+            return {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+        if path == "/inference/v1/generate" and not self.faults.get("old"):
+            return self._seen(body)
+        if path == "/reset_encoder_cache":
+            return None
+        if path == "/collective_rpc":
+            return {"results": [getattr(self, body["method"])(*body.get("args", []))]}
+        raise Refused(404, "Not Found")
+
+    def _seen(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Each image in the place that the prompt leaves for it, as vLLM's processor puts it there."""
+        assert self.images is not None and body["return_token_ids"] and body["model"] == "m"
+        place = self.tokenizer.convert_tokens_to_ids(self.images.processor.image_token)
+        first, *others = _split(body["token_ids"], place)
+        parts = []
+        for part, following in zip(body.get("content_parts", []), others, strict=True):
+            assert part["type"] == "image_url" and part["url"].startswith("data:image/")
+            content = base64.b64decode(part["url"].partition(",")[2])
+            parts.append((self.images.file_of(content, "an image"), following))
+        ids, images = with_images(first, parts)
+        output = self._sampled(body["request_id"], ids, body["sampling_params"], images)
+        content = [
+            {"token": f"token_id:{t}", "logprob": x} for t, x in zip(output.token_ids, output.log_probs, strict=True)
+        ]
+        choice = {"index": 0, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+        choice |= {"logprobs": {"content": content}}
+        shown = ids[1:] if self.faults.get("other") else ids
+        return {"choices": [choice], "usage": {"prompt_tokens": len(ids)}, "prompt_token_ids": shown}
+
+    def _sampled(self, name: str, ids: list[int], how: dict[str, Any], images: str = "") -> Output:
+        assert how["ignore_eos"] and how["min_p"] == 0 and how["repetition_penalty"] == 1 and how["logprobs"] == 0
+        ends = tuple(how["stop_token_ids"])
+        params = SamplingParams(how["temperature"], how["top_k"], how["top_p"], how["max_tokens"], ends)
+        return self.generate(name, ids, params, how["seed"], images)
+
+    def valor_describe(self) -> dict[str, Any]:
+        return {"dtype": "float32", "parts": 1, "weights": self.names[-1] if len(self.names) > 1 else None}
+
+    def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
+        files = [load_file(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+        sent = {key: tensor for file in files for key, tensor in file.items()}
+        with TemporaryDirectory() as made:  # the names are those of the checkpoint, as vLLM's loader has them
+            shutil.copy(Path(self.folder, "config.json"), made)
+            save_file(sent, Path(made, "model.safetensors"), {"format": "pt"})
+            new = type(self.hf).from_pretrained(made, dtype="float32").state_dict()
+        self.in_engine(lambda: self.engine.sync_weights(new.items(), version=version))
+        self.names.append(name)
+        return {"checksum": str(sum(int(checksum(tensor)) for tensor in sent.values()))}
+
     def _handler(self) -> type[JsonHandler]:
         model = self
 
@@ -241,7 +312,7 @@ class ServedModel:
                         model.faults = asked
                         body = model.log
                     else:
-                        body = (model.sglang if model.kind == "sglang" else model.trtllm)(self.path, asked)
+                        body = getattr(model, model.kind)(self.path, asked)
                 except Refused as refused:
                     status, body = refused.status, {"error": {"message": str(refused)}}
                 except (AssertionError, LookupError, TypeError, ValueError) as error:
@@ -250,6 +321,23 @@ class ServedModel:
                     self.reply(status, body)
 
         return Handler
+
+
+def _reader(folder: str, tokenizer: Any) -> ImageFiles:
+    config = AutoConfig.from_pretrained(folder)
+    processor = processor_without_video(config).from_pretrained(folder, video_processor=None)
+    processor.tokenizer = tokenizer
+    return ImageFiles(processor, config.image_token_id, tempfile.mkdtemp(), {}, apart=True)
+
+
+def _split(ids: list[int], place: int) -> list[list[int]]:
+    pieces: list[list[int]] = [[]]
+    for token in ids:
+        if token == place:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return pieces
 
 
 def main(folder: str, kind: str, port: str) -> None:

@@ -48,11 +48,11 @@ _TEXT = {
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def make_model(path: Path, family: str = "qwen2_5_vl") -> Path:
-    """Weights are eight times as large as transformers draws them: logits differ, and so do pictures. Skips the test
-    where the family's processor needs a library that is missing."""
+def make_model(path: Path, family: str = "qwen2_5_vl", *, wide: bool = False) -> Path:
+    """`wide`: with heads that vLLM has kernels for. Weights are eight times as large as transformers draws them: logits
+    differ, and so do pictures. Skips the test where the family's processor needs a library that is missing."""
     vocab = {token: i for i, token in enumerate([*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    config, images, options = _family(family, len(vocab))
+    config, images, options = _family(family, len(vocab), wide)
     config.text_config.bos_token_id, config.text_config.eos_token_id, config.text_config.pad_token_id = 0, END, 0
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,9 +99,11 @@ def make_model(path: Path, family: str = "qwen2_5_vl") -> Path:
     return path
 
 
-def _family(family: str, vocab: int) -> tuple[Any, Any, dict[str, Any]]:
+def _family(family: str, vocab: int, wide: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Config, image processor, and further arguments of the processor."""
     text = {**_TEXT, "vocab_size": vocab}
+    text |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1} if wide else {}
+    width = text["hidden_size"]
     if family in ("idefics3", "smolvlm"):
         kind, images = (
             (Idefics3Config, Idefics3ImageProcessorPil)
@@ -127,19 +129,19 @@ def _family(family: str, vocab: int) -> tuple[Any, Any, dict[str, Any]]:
         config = InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, image_seq_length=4)
         size = {"height": 16, "width": 16}
         return config, GotOcr2ImageProcessorPil(size=size, max_patches=4), {"image_seq_length": 4}
-    text["rope_parameters"] = {**_TEXT["rope_parameters"], "mrope_section": [1, 1, 2]}
+    text["rope_parameters"] = {**_TEXT["rope_parameters"], "mrope_section": [4, 6, 6] if wide else [1, 1, 2]}
     vision = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 2, "num_heads": 2}
     kind: Any = Qwen2VLConfig
     if family == "qwen2_vl":
-        vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        vision |= {"embed_dim": 16, "hidden_size": width, "mlp_ratio": 2}
     elif family == "qwen3_vl":
         kind = Qwen3VLConfig
-        text["head_dim"] = 8
-        vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+        text["head_dim"] = 32 if wide else 8
+        vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": width}
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     else:
         kind = Qwen2_5_VLConfig
-        vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+        vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": width}
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
     patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}

@@ -189,8 +189,11 @@ def test_the_report_shows_images_beside_the_answers(on_images: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["actor_rollout_ref.rollout.name=vllm"], "rollout.name=native alone generates from images"),
-        (["do_search=true"], "agents, tools and environments play text episodes"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "vllm and server (vLLM's) alone take token ids with images",
+        ),
+        (["do_search=true"], "do_search=true plays text episodes"),
         (["data.video_key=videos"], "no video and no audio"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "divides rows of text"),
         (["critic.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"], "divides rows of text"),

@@ -88,8 +88,14 @@ def test_a_script_runs(script: list[str], more: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["actor_rollout_ref.rollout.name=vllm"], "rollout.name=native alone generates from images"),
-        (["actor_rollout_ref.rollout.name=server"], "rollout.name=native alone generates from images"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "vllm and server (vLLM's) alone take token ids with images",
+        ),
+        (
+            ["actor_rollout_ref.rollout.name=trtllm"],
+            "vllm and server (vLLM's) alone take token ids with images",
+        ),
         (["actor_rollout_ref.actor.strategy=megatron"], "strategy=fsdp2 alone trains on images"),
         (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "divides rows of text"),
         (["data.video_key=videos"], "no video and no audio"),

@@ -22,6 +22,7 @@ from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_runner import exception_text
 from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
+from valor.data.images import IMAGES, ImageFiles
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Span
 from valor.user_files import load_object
@@ -39,9 +40,9 @@ class Agents:
     Under `agent.replay_dir` there are no loops: recorded episodes take the place of played ones.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: Any, images: ImageFiles | None = None) -> None:
         rollout, data = config.actor_rollout_ref.rollout, config.data
-        self.chat = Chat(tokenizer, data.apply_chat_template_kwargs)
+        self.chat = Chat(tokenizer, data.apply_chat_template_kwargs, images)
         limits = Limits(config.episode_length, rollout.max_model_len)
         self._context, self._options = LoopContext(config, self.chat, limits), rollout.agent
         self._replays = rollout.agent.replay_dir is not None
@@ -100,7 +101,8 @@ class Agents:
             current = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # the run ends; else the loop has cancelled itself
-            turn = Turn([], [], (Span(0, 0),), observation_ids=[task.prompt_ids[-1]])  # nothing is learnt from it
+            last, images = [task.prompt_ids[-1]], task.row.get(IMAGES)
+            turn = Turn([], [], (Span(0, 0),), observation_ids=last, images=images)  # nothing is learnt from it
             text = valid_text(exception_text(error))
             return Episode(task.key, (turn,), "abort", task.prompt_ids, info={}, error=text)
 

@@ -6,11 +6,13 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation c
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from valor.agents.episode import EpisodeFailed
+from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
 from valor.data.prompts import render
 from valor.data.templates import keeps
 from valor.errors import UserError
@@ -24,10 +26,15 @@ _ANSWER = "\ue000\ue001"  # in the place of an answer
 
 
 class Chat:
-    """A tokenizer and its chat template. UserError: the tokenizer changes text that is cut into pieces."""
+    """A tokenizer and its chat template. UserError: the tokenizer changes text that is cut into pieces.
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
+    images: reads images, which messages have as parts {"type": "image", "file": file}; None: messages are texts.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, images: ImageFiles | None = None
+    ) -> None:
+        self.tokenizer, self._template_kwargs, self._images = tokenizer, dict(template_kwargs or {}), images
         added = [*tokenizer.added_tokens_decoder.values()]
         self._control = {"\ue000", *(str(token) for token in added if token.special)}
         names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
@@ -58,6 +65,54 @@ class Chat:
             return []
         return [*chain.from_iterable(self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"])]
 
+    def ids_with_images(self, text: str, files: Sequence[str]) -> tuple[list[int], str]:
+        """Token ids of a rendered text, and its images as `valor.data.images.IMAGES` has them.
+
+        EpisodeFailed: the text has another number of images than `files`.
+        """
+        pieces = [text] if self._images is None else text.split(self._images.processor.image_token)
+        if len(pieces) - 1 != len(files):
+            raise EpisodeFailed(f"the chat template shows {len(pieces) - 1} of {len(files)} images")
+        return with_images(self.ids(pieces[0]), zip(files, map(self.ids, pieces[1:]), strict=True))
+
+    def row_messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """The messages of a row, with parts for its images."""
+        if not row.get(IMAGES):
+            return row["messages"]
+        files = (file for file, _ in image_files(row[IMAGES]))
+        messages = [with_parts(message, PLACEHOLDER) for message in row["messages"]]
+        for message in messages:
+            parts = message["content"]
+            message["content"] = [part | {"file": next(files)} if part["type"] == "image" else part for part in parts]
+        return messages
+
+    def files(self, images: Sequence[Any], where: str) -> list[str]:
+        """The files of images, which are what a row of the data may have. EpisodeFailed: one is none, or the run has no
+        images."""
+        if self._images is None:
+            raise EpisodeFailed(f"{where} answered with an image, and the run reads text: set data.image_key")
+        try:
+            sources = parse_images(images, where)
+            return [self._images.file_of(source, f"{where}, image {i}") for i, source in enumerate(sources)]
+        except UserError as error:
+            raise EpisodeFailed(str(error)) from None
+
+    def read(self, messages: Iterable[Message], where: str) -> list[Message]:
+        """Messages of others with their parts {"type": "image", "image": image} in files. EpisodeFailed: as `files`, or
+        a part is neither that nor {"type": "text", "text": text}."""
+        shown = [dict(message) for message in messages]
+        for message in shown:
+            parts = message.get("content")
+            if not isinstance(parts, list):
+                continue
+            if not all(isinstance(part, Mapping) and part.get(part.get("type")) is not None for part in parts):
+                raise EpisodeFailed(f"{where} answered with a part of a message that is neither text nor an image")
+            files = iter(self.files([part["image"] for part in parts if part["type"] == "image"], where))
+            message["content"] = [
+                {"type": "image", "file": next(files)} if part["type"] == "image" else part for part in parts
+            ]
+        return shown
+
     def safe(self, value: Any, *, answer: bool = False) -> Any:
         """A text of others, or messages and schemas, with the names of special tokens hidden from template and
         tokenizer. An `answer` of the assistant has tokens for thoughts and calls: there only control tokens are."""
@@ -87,6 +142,7 @@ class Conversation:
     """One episode's messages, and the token ids of the row that is being written.
 
     `messages` are read as they are, but for the text under a message's key `opening`, which others have added.
+    `images`: those of the row, as `valor.data.images.IMAGES` has them.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -127,9 +183,10 @@ class Conversation:
             self._text = rendered(opened + self._answer)
             start = self._end_of_answer(before)
         if start is None:
-            self.token_ids = self._chat.ids(self._text)
+            self.token_ids, self.images = self._chat.ids_with_images(self._text, _files(self.messages))
             return None
-        ids = self._chat.ids(self._text[start:])
+        ids, images = self._chat.ids_with_images(self._text[start:], _files(added))
+        self.images = _joined(self.images, images, len(self.token_ids))
         self.token_ids += ids
         return ids
 
@@ -137,10 +194,14 @@ class Conversation:
         self.messages: list[Message] = list(messages)
         if "opening" in messages[-1]:
             last = dict(messages[-1])
-            parts = (last.get("content"), self._chat.safe(last.pop("opening")))
-            self.messages[-1] = {**last, "content": "\n".join(part for part in parts if part)}
+            content, opening = last.get("content"), self._chat.safe(last.pop("opening"))
+            if isinstance(content, list):
+                joined = [*content, {"type": "text", "text": f"\n{opening}"}]
+            else:
+                joined = "\n".join(part for part in (content, opening) if part)
+            self.messages[-1] = {**last, "content": joined}
         self._text = self._chat.render(self.messages, self._tools)  # up to where the policy is to speak
-        self.token_ids = self._chat.ids(self._text)
+        self.token_ids, self.images = self._chat.ids_with_images(self._text, _files(self.messages))
         self._answer, self._end = "", ""
 
     def _end_of_answer(self, before: str) -> int | None:
@@ -154,3 +215,14 @@ class Conversation:
         if end < 0 or shown.strip() != words or shown not in self._answer:
             return None
         return len(before) + end + len(self._end)
+
+
+def _files(messages: Iterable[Message]) -> list[str]:
+    contents = (message.get("content") for message in messages)
+    return [part["file"] for content in contents if isinstance(content, list) for part in content if "file" in part]
+
+
+def _joined(images: str, following: str, length: int) -> str:
+    """The images of a row of `length` tokens and of those that follow it."""
+    later = (f"{file}\t{start + length}" for file, start in image_files(following))
+    return "\n".join([*images.splitlines(), *later])

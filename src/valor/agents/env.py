@@ -5,7 +5,7 @@ Text games, classes whose methods are tools, and the task sets of other librarie
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,7 +27,8 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 
 class Step(NamedTuple):
     """An answer to the policy: messages, or a text as one message of the user; the reward of the turn; and whether
-    the episode is over, so that nobody reads the messages."""
+    the episode is over, so that nobody reads the messages. In a run with images a message's content may be a list of
+    parts {"type": "text", "text": text} and {"type": "image", "image": bytes, path or PIL image}."""
 
     messages: Sequence[Message] | str
     reward: float = 0.0
@@ -94,14 +95,6 @@ def row_number(row: Mapping[str, Any]) -> int:
     return int(row["uid"].rpartition(":")[2] if seed is None else seed)
 
 
-def texts(messages: Iterable[Message]) -> list[Message]:
-    """The messages of an environment. EpisodeFailed: one has parts, such as an image, and not text."""
-    shown = list(messages)
-    if any(isinstance(message.get("content"), list) for message in shown):
-        raise EpisodeFailed("the environment answered with parts of a message, and only text is supported")
-    return shown
-
-
 def env_source(make: Callable[[], Env]) -> ToolSource:
     """The environments of a run, an object for each episode. UserError: none can be made."""
     trial = make()  # a mistake is reported before the run
@@ -141,7 +134,7 @@ async def _episode(
         if opening is None or isinstance(opening, str):
             toolbox.openings.append(opening or "")
         else:
-            toolbox.messages = texts(opening)
+            toolbox.messages = list(opening)
         toolbox.hidden = valid_text(dict(env.hidden))
         toolbox.calls |= {name: partial(use, name) for name in names}
         toolbox.judges += [score] if env.grades else []

@@ -7,7 +7,7 @@ from typing import Any
 
 from valor.agents.chat import Conversation, Message
 from valor.agents.compaction import Compaction
-from valor.agents.env import Step, env_source, texts
+from valor.agents.env import Step, env_source
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import FORMATS, Call, Parsed, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
@@ -51,13 +51,15 @@ class EnvLoop(AgentLoop):
         calls: list[dict[str, Any]] = []
         try:
             opening = await toolbox.open(task.row)
-            messages = with_opening(task.row["messages"], opening)
+            toolbox.chat = self.chat
+            messages = with_opening(self.chat.row_messages(task.row), opening)
             if toolbox.messages is not None:
-                messages = with_opening(self.chat.safe(toolbox.messages), opening)
+                messages = with_opening(self.chat.safe(self.chat.read(toolbox.messages, "the environment")), opening)
             talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
             play.cuts = None if self._compaction is None else []
-            toolbox.chat, toolbox.play, toolbox.converse = self.chat, play, partial(self._delegated, play, calls)
+            play.take_images(talk)
+            toolbox.play, toolbox.converse = play, partial(self._delegated, play, calls)
             answer = partial(self._answer, play, toolbox, calls, self._most_turns)
             reason = await converse(play, talk, answer, self._compaction)
             reward = await toolbox.rewards()
@@ -121,7 +123,9 @@ class EnvLoop(AgentLoop):
             return "stop" if done else finish_reason
         if play.num_turns >= most_turns:
             return "turns"
-        return [{"role": "user", "content": messages}] if isinstance(messages, str) else texts(messages)
+        if isinstance(messages, str):
+            return [{"role": "user", "content": messages}]
+        return self.chat.read(messages, "the environment")
 
 
 async def converse(
@@ -167,4 +171,9 @@ def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
 
 def _tool_message(call: Call | None, result: ToolResult) -> Message:
     name = {"name": call.name} if isinstance(call, ToolCall) else {}
-    return {"role": "tool", **name, "content": result.text}
+    shown = [{"type": "image", "file": file} for file in result.images]
+    return {
+        "role": "tool",
+        **name,
+        "content": [*shown, {"type": "text", "text": result.text}] if shown else result.text,
+    }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from valor.algorithms import place_at_end
 from valor.data.batch import Batch, Episodes, pad_rows
+from valor.data.images import IMAGES
 from valor.rollout.base import FinishReason, Output, Span, token_versions
 from valor.tracking.metrics import summarize
 
@@ -41,7 +42,7 @@ class Turn:
     `token_ids` and `log_probs` [n] are those of the sampled tokens; `spans` say which version of the weights sampled
     how many of them. `observation_ids` are the tokens between the previous turn and this one. `prompt_ids`: the turn
     begins a row of its own, with this prompt, because the chat template rewrites history. `reward`: the environment's
-    for the turn.
+    for the turn. `images`: those of its row so far, as `valor.data.images.IMAGES` has them; None in a run on text.
     """
 
     token_ids: Sequence[int]
@@ -50,6 +51,7 @@ class Turn:
     observation_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] | None = None
     reward: float = 0.0
+    images: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
 
     Episodes of loops, which bring their own prompts, have also `prompts`, `prompt_lengths`, `turn_rewards` [R, T] (on
     the last token of each turn), `episode` [R] (number of the row's episode here), and objects `outcome`,
-    `episode_info`, `episode_error`.
+    `episode_info`, `episode_error`, and `images` in a run with images.
     """
     rows = [
         (number, [(i, episode.turns[i]) for i in turns])
@@ -136,6 +138,9 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     )
     if all(episode.prompt_ids is None for episode in episodes):
         return batch
+    images = [turns[-1][1].images for _, turns in rows]
+    if any(of_row is not None for of_row in images):
+        batch.objects[IMAGES] = [of_row or "" for of_row in images]
     prompts = [turns[0][1].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
     batch["prompts"], batch["prompt_lengths"] = pad_rows([prompt or () for prompt in prompts], torch.long)
     batch["turn_rewards"] = columns(  # a turn that said nothing has none

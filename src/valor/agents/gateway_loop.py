@@ -26,6 +26,8 @@ _MAX_OUTPUT = 2**20  # bytes that are read of a command's output
 class GatewayLoop(AgentLoop):
     """Each episode is one call of `rollout.agent.gateway.function`, or one run of its `command`."""
 
+    shows_images = False
+
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout

@@ -13,10 +13,11 @@ from valor.algorithms.registry import Named
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.data.images import IMAGES
+from valor.errors import UserError
 from valor.rollout.base import Output, SamplingParams, StopTexts
 
 _T = TypeVar("_T")
-Generate = Callable[[Sequence[int], SamplingParams, EpisodeKey], Awaitable[Output]]
+Generate = Callable[..., Awaitable[Output]]  # `EpisodeRunner.generate`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Play:
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
         self._said: dict[str, str] = {}
+        self._images: str | None = task.row.get(IMAGES)
+        """Those of the present row; None in a run on text."""
         self.alone = asyncio.Lock()
         self.asides: list[dict[str, int]] = []
         """What sub-agents said: numbers of their first and last turns."""
@@ -84,8 +87,10 @@ class Play:
         seed = self.task.key if not self.turns else (*self.task.key, len(self.turns))
         room = self.room if most is None else min(self.room, most)
         params = replace(self.task.params, max_tokens=min(room, self.task.params.max_tokens), stop=stop)
-        output = await self._generate(self.row, params, seed)
-        self.turns.append(Turn(output.token_ids, output.log_probs, output.spans, self._observed, self._new_prompt))
+        images = {IMAGES: self._images} if self._images else {}
+        output = await self._generate(self.row, params, seed, **images)
+        before = self._observed, self._new_prompt
+        self.turns.append(Turn(output.token_ids, output.log_probs, output.spans, *before, images=self._images))
         self.row = [*self.row, *output.token_ids]
         self._observed, self._new_prompt = (), None
         return output
@@ -104,12 +109,20 @@ class Play:
             return False
         self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
         self._observed, self._new_prompt = (), tuple(prompt_ids)
+        self._images = self._images and ""
         return True
 
     def tell(self, talk: Conversation, messages: Sequence[Message], least: int = 1) -> bool:
         """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
         observation = talk.tell(messages)
-        return self.new_row(talk.token_ids, least) if observation is None else self.observe(observation, least)
+        fits = self.new_row(talk.token_ids, least) if observation is None else self.observe(observation, least)
+        if fits:
+            self.take_images(talk)
+        return fits
+
+    def take_images(self, talk: Conversation) -> None:
+        """The present row is that of a conversation, and has its images."""
+        self._images = None if self._images is None else talk.images
 
     def cut(self, prompt_ids: Sequence[int], least: int) -> bool:
         """Go on from the summary that is the last turn, in a new row with this prompt. False: as of `new_row`."""
@@ -123,12 +136,13 @@ class Play:
         """Go on in a row of a sub-agent with this prompt, until the function that is returned is called: then the
         present row goes on, all of it as a prompt. None: as False of `new_row`."""
         row, row_prompt, observed, new_prompt = self.row, self._row_prompt, self._observed, self._new_prompt
-        first = len(self.turns) + 1
+        images, first = self._images, len(self.turns) + 1
         if not self.new_row(prompt_ids):
             return None
 
         def back() -> None:
             self.row, self._row_prompt, self._observed, self._new_prompt = row, row_prompt, observed, new_prompt
+            self._images = images
             if len(self.turns) < first:
                 return
             self._observed, self._new_prompt = (), row
@@ -169,8 +183,13 @@ class AgentLoop(ABC):
     schemas: Sequence[Mapping[str, Any]] = ()
     """Tools that the chat template describes in every first prompt."""
 
+    shows_images: bool = True
+    """Whether its rows may have images."""
+
     def __init__(self, context: LoopContext) -> None:
         self.context, self.chat = context, context.chat
+        if not self.shows_images and (name := context.config.data.image_key) is not None:
+            raise UserError(f"data.image_key={name}: {type(self).__name__} plays text episodes: take another loop")
 
     @abstractmethod
     async def run(self, task: Task, generate: Generate) -> Episode:
@@ -197,7 +216,7 @@ LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContex
 register_loop = LOOPS.register
 
 
-async def answer(task: Task, generate: Callable[..., Awaitable[Output]]) -> Episode:
+async def answer(task: Task, generate: Generate) -> Episode:
     """The episode of a run without agents: one answer, and no prompt of its own. The prompt may have images."""
     images = {IMAGES: task.row[IMAGES]} if IMAGES in task.row else {}
     return Episode.of_one_turn(task.key, await generate(task.prompt_ids, task.params, task.key, **images))

@@ -13,6 +13,7 @@ from typing import Any
 from valor.agents.chat import Chat
 from valor.agents.episode import Episode, Turn
 from valor.data.batch import Batch, Episodes
+from valor.data.images import IMAGES
 from valor.rollout.base import Span, spans_of
 
 Record = Mapping[str, Any]
@@ -43,7 +44,11 @@ def episode_records(prompts: Batch, rows: Batch, chat: Chat) -> Iterator[Record]
 def recorded_episode(record: Record) -> Episode:
     """The episode of a record that was read from a file."""
     turns = (
-        Turn(spans=tuple(Span(*span) for span in turn["spans"]), **{name: turn[name] for name in _TURN_FIELDS})
+        Turn(
+            spans=tuple(Span(*span) for span in turn["spans"]),
+            **{name: turn[name] for name in _TURN_FIELDS},
+            images=turn.get(IMAGES),
+        )
         for turn in record["turns"]
     )
     return Episode(tuple(record["key"]), tuple(turns), **{name: record[name] for name in _FIELDS})
@@ -62,6 +67,7 @@ def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
     """The turns of a row; an observation behind the last one is a turn without tokens of the policy."""
     length = int(rows["response_lengths"][row])
     ids, turn_ids, log_probs, versions, rewards = (rows[name][row, :length].tolist() for name in _COLUMNS)
+    images = rows.objects[IMAGES][row] if IMAGES in rows else None
     turns: list[Turn] = []
     observation: list[int] = []
     for number, positions in groupby(range(length), key=turn_ids.__getitem__):
@@ -71,7 +77,15 @@ def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
             observation = ids[part]
             continue
         turns.append(
-            Turn(ids[part], log_probs[part], spans_of(versions[part]), observation, prompt_ids, rewards[run[-1]])
+            Turn(
+                ids[part],
+                log_probs[part],
+                spans_of(versions[part]),
+                observation,
+                prompt_ids,
+                rewards[run[-1]],
+                images,
+            )
         )
         observation, prompt_ids = [], None
-    return [*turns, Turn((), (), (), observation, prompt_ids)] if observation or not turns else turns
+    return [*turns, Turn((), (), (), observation, prompt_ids, images=images)] if observation or not turns else turns

@@ -27,7 +27,8 @@ ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout",
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy reads after a call. `reward` is of this call; `seconds` are filled in by the toolbox.
+    """What the policy reads after a call. `reward` is of this call; `seconds` are filled in by the toolbox. `images`
+    stand before the text, in a run that reads them: as a row of the data has them, of the toolbox as files.
 
     A tool may return one; `error` is "failed" if the tool could not do its work.
     """
@@ -37,6 +38,7 @@ class ToolResult:
     error: ToolError | None = None
     seconds: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
+    images: Sequence[Any] = ()
 
 
 class ToolSource(NamedTuple):
@@ -163,6 +165,8 @@ class Toolbox:
             result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
             if not math.isfinite(result.reward):
                 raise ValueError(f"its reward is {result.reward}")
+            if result.images:
+                result = replace(result, images=self.chat.files(result.images, call.name))
             return replace(result, text=as_text(result.text))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))

@@ -69,6 +69,8 @@ def register(name: str) -> Callable[[Loop], Loop]:
 class VerlLoop(AgentLoop):
     """Plays episodes with objects of `cls`."""
 
+    shows_images = False
+
     def __init__(self, context: LoopContext, *, cls: type, options: Mapping[str, Any]) -> None:
         super().__init__(context)
         self._cls, self._options = cls, options

@@ -41,9 +41,10 @@ class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
 
 
 class ToolResponse(BaseModel, extra="forbid"):
-    """What a tool answers. Images and videos are refused."""
+    """What a tool answers. Videos are refused."""
 
     text: str | None = None
+    image: list[Any] | None = None
 
 
 class BaseTool:
@@ -143,10 +144,11 @@ def verl_result(value: Any) -> ToolResult:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"a tuple of {len(parts)}: return the answer, its reward and its metrics")
     answer, reward, metrics = (*parts, None, None)[:3]
-    if any(getattr(answer, kind, None) for kind in ("image", "video")):  # verl's own ToolResponse has them
-        raise TypeError("images and videos are not supported")
-    text = getattr(answer, "text", answer)
-    return ToolResult("" if text is None else as_text(text), float(reward or 0.0), metrics=dict(metrics or {}))
+    if getattr(answer, "video", None):  # verl's own ToolResponse has them
+        raise TypeError("videos are not supported")
+    text, images = getattr(answer, "text", answer), getattr(answer, "image", None) or ()
+    text = "" if text is None else as_text(text)
+    return ToolResult(text, float(reward or 0.0), metrics=dict(metrics or {}), images=images)
 
 
 def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:

@@ -21,7 +21,7 @@ from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.templates import ask_template, end_tokens, keeps, parts_of
 from valor.errors import UserError, did_you_mean
 from valor.models.images import FAMILIES
-from valor.models.load import load_model_config, load_policy_tokenizer, load_processor, load_tokenizer
+from valor.models.load import load_image_files, load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
@@ -38,10 +38,10 @@ class RunInputs:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self._config = config
         self.tokenizer = load_policy_tokenizer(config)
-        self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
+        self._images = load_images(config, self.tokenizer) if data.image_key is not None else None
+        self.agents = Agents(config, self.tokenizer, self._images) if config.plays_episodes else None
         self._data = data
         self._tools_of = None if self.agents is None else self.agents.schemas_of
-        self._images = load_images(config, self.tokenizer) if data.image_key is not None else None
         self.train = self._prompts(data, "train")
         self.val = self._prompts(data, "val") if data.has_validation else None
         answers = {"tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
@@ -203,14 +203,13 @@ def load_images(config: PPOConfig, tokenizer: Any) -> ImageFiles:
     """What reads the images of prompts. UserError: policy or critic reads none, or Pillow is missing."""
     if find_spec("PIL") is None:
         raise UserError("data.image_key needs Pillow to read images: pip install 'valor-rl[images]'")
-    data, processor = config.data, load_processor(config, tokenizer)
+    data, files = config.data, load_image_files(config, tokenizer)
     if config.has_value_model and load_model_config(config.critic.model).model_type not in FAMILIES:
         raise UserError(
             f"data.image_key={data.image_key}: the critic '{config.critic.model.path}' reads no images: set "
             "critic.model.path to a model that does, such as the policy's"
         )
-    token = load_model_config(config.actor_rollout_ref.model).image_token_id
-    return ImageFiles(processor, token, data.image_cache, data.mm_processor_kwargs)
+    return files
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

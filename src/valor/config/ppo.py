@@ -172,8 +172,11 @@ class PPOConfig(Section):
             return
         strategies = {shared.actor.strategy, self.critic.strategy}
         not_yet = {
-            "rollout.name=native alone generates from images": shared.rollout.name != "native",
-            "agents, tools and environments play text episodes": self.plays_episodes,
+            "rollout.name=native, vllm and server (vLLM's) alone take token ids with images": (
+                shared.rollout.name not in ("native", "server", "vllm")
+            ),
+            "do_search=true plays text episodes": self.do_search,
+            "agent.compaction makes rows of text": self.plays_episodes and shared.rollout.agent.compaction.enable,
             "strategy=fsdp2 alone trains on images": "megatron" in strategies,
             "ulysses_sequence_parallel_size > 1 divides rows of text": any(
                 role.ulysses_sequence_parallel_size > 1 for role in (shared.actor, self.critic)

@@ -10,7 +10,8 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from valor.data.messages import Messages, kind_of
 from valor.errors import UserError, did_you_mean
 
 IMAGES = "images"
-"""The column of batches with the file of each row's images; empty text: the row has none."""
+"""The column of batches with the files of each row's images (`image_files`); empty text: the row has none."""
 
 PLACEHOLDER = "<image>"
 _FACT, _SHOWN, _SIDE = "shown", 4, 128  # in the head of a file: so many of its images, each of so many pixels at most
+_IDS, _MARK = "ids", "mark"  # in the head of a file with one image: the tokens that stand for it, and those of the mark
+# that the chat template writes for it
+CONTENT = "content"
+"""The image itself, in such a file: the bytes of an image file."""
+_URI = "data:image/jpeg;base64,"
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 _KEYS = {"bytes": None, "path": None, "image": None}.keys()  # in their order
@@ -87,11 +93,15 @@ class ImageFiles:
     once, and are found by later runs.
 
     processor: transformers' of the model. token: the id at which the model reads a feature of an image. options:
-    keyword arguments of the processor, such as min_pixels. UserError: it has none of that name.
+    keyword arguments of the processor, such as min_pixels. apart: a prompt has a file for each image, so that
+    further ones may follow. UserError: it has no option of that name.
     """
 
-    def __init__(self, processor: Any, token: int, folder: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, processor: Any, token: int, folder: str, options: Mapping[str, Any], *, apart: bool = False
+    ) -> None:
         self.processor, self._token, self._folder, self._options = processor, token, Path(folder), dict(options)
+        self._apart = apart
         images = processor.image_processor
         names = images.valid_kwargs.__annotations__
         if unknown := next((name for name in options if name not in names), None):
@@ -104,7 +114,7 @@ class ImageFiles:
         self._facts = json.dumps(facts, sort_keys=True, default=str).encode()
 
     def encode(self, text: str, images: Sequence[Source], where: str) -> tuple[list[int], str]:
-        """Token ids of a rendered prompt, and the file of its images, named <digest>-<number of their tokens>.
+        """Token ids of a rendered prompt, and the files of its images (`image_files`).
 
         UserError: an image cannot be read, or the processor refuses it.
         """
@@ -114,6 +124,19 @@ class ImageFiles:
                 f"{where}: the rendered prompt has {text.count(token)} {token} for {len(images)} images: texts may not "
                 "have that token, and the chat template has to write it (actor_rollout_ref.model.custom_chat_template)"
             )
+        if not self._apart:
+            return self._encode(text, images, where)
+        tokenizer = self.processor.tokenizer
+        first, *others = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(token))
+        files = [self.file_of(image, f"{where}, image {i}") for i, image in enumerate(images)]
+        return with_images(first, zip(files, others, strict=True))
+
+    def file_of(self, image: Source, where: str) -> str:
+        """The file of one image, which has its tokens too (`image_ids`). UserError: as `encode`."""
+        return self._encode(self.processor.image_token, [image], where)[1]
+
+    def _encode(self, text: str, images: Sequence[Source], where: str) -> tuple[list[int], str]:
+        """Ids, and a file named <digest>-<number of its tokens>."""
         contents = [image.read_bytes() if isinstance(image, Path) else image for image in images]
         pictures = [_picture(content, f"{where}, image {i}") for i, content in enumerate(contents)]
         try:
@@ -124,35 +147,102 @@ class ImageFiles:
         ids = encoded["input_ids"][0].tolist()
         if not images:
             return ids, ""
-        digest = hashlib.sha256(self._facts)
+        head = dict[str, str]()
+        if text == self.processor.image_token:
+            mark = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            head = {_IDS: json.dumps(ids), _MARK: json.dumps(mark)}
+        digest = hashlib.sha256(self._facts + "".join(head.values()).encode())
         for content in contents:
             digest.update(hashlib.sha256(content).digest())
         path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
         if not path.is_file():
             tensors = {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}
-            self._write(path, tensors, _small(pictures[:_SHOWN]), where)
+            tensors |= {CONTENT: _as_tensor(contents[0])} if head else {}
+            self._write(path, tensors, {_FACT: _small(pictures[:_SHOWN]), **head}, where)
         return ids, str(path)
 
-    def _write(self, path: Path, tensors: Mapping[str, Any], shown: str, where: str) -> None:
+    def _write(self, path: Path, tensors: Mapping[str, Any], head: dict[str, str], where: str) -> None:
         from safetensors.torch import save_file
 
         part = path.with_suffix(f".{os.getpid()}.partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: x.contiguous() for name, x in tensors.items()}, part, {_FACT: shown})
+            save_file({name: x.contiguous() for name, x in tensors.items()}, part, head)
             os.replace(part, path)
         except OSError as error:
             raise UserError(f"{where}: its images cannot be written to data.image_cache ({error})") from error
 
 
-def shown_images(file: str) -> str | None:
-    """A small picture of a row's images side by side, from their file, as a data URI; None: it has none."""
+def image_files(images: str) -> list[tuple[str, int]]:
+    """What a row's text in the column `IMAGES` says: files, and the positions in the row from which on each one's
+    image tokens are. A line for each file, with its position behind a tab, if that is not 0."""
+    lines = (line.partition("\t") for line in images.splitlines())
+    return [(file, int(start or 0)) for file, _, start in lines]
+
+
+def with_images(ids: Sequence[int], parts: Iterable[tuple[str, Sequence[int]]]) -> tuple[list[int], str]:
+    """Token ids of a text with images, and their files, from the ids of what stands before the first one, and the file
+    of each with the ids of what follows it."""
+    ids, lines = [*ids], list[str]()
+    for file, following in parts:
+        lines.append(f"{file}\t{len(ids)}")
+        ids += [*image_ids(file), *following]
+    return ids, "\n".join(lines)
+
+
+@lru_cache(maxsize=256)
+def image_ids(file: str) -> list[int]:
+    """The tokens that stand for the image of a file by `ImageFiles.file_of`."""
+    return json.loads(_head(file)[_IDS])
+
+
+def with_marks(ids: Sequence[int], images: str) -> tuple[list[int], list[str]]:
+    """The token ids of a row [L] with the chat template's mark in place of each image's tokens, and the images as data
+    URIs, for an engine that reads images itself."""
+    row, done, uris = list[int](), 0, list[str]()
+    for file, start in image_files(images):
+        row += [*ids[done:start], *json.loads(_head(file)[_MARK])]
+        done = start + len(image_ids(file))
+        uris.append(_content(file))
+    return [*row, *ids[done:]], uris
+
+
+@lru_cache(maxsize=64)
+def _content(file: str) -> str:
     from safetensors import safe_open
 
-    if not Path(file).is_file():
-        return None
     with safe_open(file, "pt") as tensors:
-        return (tensors.metadata() or {}).get(_FACT)
+        content = tensors.get_tensor(CONTENT).numpy().tobytes()
+    return "data:image/*;base64," + base64.b64encode(content).decode()
+
+
+def opened(uri: str) -> Any:
+    """The picture of a data URI by `with_marks`."""
+    return _picture(base64.b64decode(uri.partition(",")[2]), "an image of a prompt")
+
+
+def _as_tensor(content: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _head(file: str) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        return tensors.metadata() or {}
+
+
+def shown_images(images: str) -> str | None:
+    """A small picture of a row's first images side by side, from their files, as a data URI; None: it has none."""
+    from PIL import Image
+
+    files = [file for file, _ in image_files(images)[:_SHOWN] if Path(file).is_file()]
+    shown = [head[_FACT].partition(",")[2] for head in map(_head, files) if _FACT in head]
+    if len(shown) < 2:
+        return _URI + shown[0] if shown else None
+    return _small([Image.open(io.BytesIO(base64.b64decode(picture))) for picture in shown])
 
 
 def _small(pictures: Sequence[Any]) -> str:
@@ -167,7 +257,7 @@ def _small(pictures: Sequence[Any]) -> str:
         sheet.paste(picture, (sum(p.width for p in shown[:i]), 0))
     stream = io.BytesIO()
     sheet.save(stream, "JPEG")
-    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return _URI + base64.b64encode(stream.getvalue()).decode()
 
 
 def _picture(content: bytes, where: str) -> Any:

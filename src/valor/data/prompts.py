@@ -201,7 +201,7 @@ def render(
             "actor_rollout_ref.model.custom_chat_template"
         )
     options = {"add_generation_prompt": True, **(template_kwargs or {})}
-    if getattr(tokenizer, "renders_parts", False):  # set by `load_processor`: some templates know no plain text
+    if getattr(tokenizer, "renders_parts", False):  # set by `load_image_files`: some templates know no plain text
         messages = [with_parts(message) for message in messages]
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))

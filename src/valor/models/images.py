@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from valor.data.images import CONTENT, image_files
 from valor.errors import UserError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "internvl")
@@ -96,16 +97,17 @@ class RowImages:
     positions: Tensor | None
 
     @staticmethod
-    def of(hf: Any, ids: Tensor, files: Sequence[str]) -> RowImages | None:
-        """Read for `hf` from the rows' `files`; None where no row has images."""
-        distinct = [file for file in dict.fromkeys(files) if file]
+    def of(hf: Any, ids: Tensor, images: Sequence[str]) -> RowImages | None:
+        """Read for `hf` from the files that the rows name (`valor.data.images.IMAGES`); None where no row has any."""
+        files = [file for row in images for file, _ in image_files(row)]
+        distinct = [*dict.fromkeys(files)]
         if not distinct:
             return None
-        source, read = image_sources(hf, ids, files), [_tensors(file) for file in distinct]
+        source, read = image_sources(hf, ids, images), [_tensors(file) for file in distinct]
         positions = None
         if hasattr(hf.base_model, "get_rope_index"):
             by_file = dict(zip(distinct, read, strict=True))
-            grids = torch.cat([by_file[file]["image_grid_thw"] for file in files if file])
+            grids = torch.cat([by_file[file]["image_grid_thw"] for file in files])
             positions, _ = hf.base_model.get_rope_index(ids, (source >= 0).int(), image_grid_thw=grids)
         return RowImages(_joined(read), source, positions)
 
@@ -116,21 +118,20 @@ class RowImages:
         return ImageInputs(self.pixels, places, flat[places])
 
 
-def image_sources(hf: Any, ids: Tensor, files: Sequence[str]) -> Tensor:
+def image_sources(hf: Any, ids: Tensor, images: Sequence[str]) -> Tensor:
     """[b, L] of rows of ids [b, L]: the number of the feature at each position, counted over the distinct files, or -1.
 
-    A prompt's images are its first image tokens; the policy may sample further ones, which stand for nothing.
+    An image's tokens are the first ones from its position on; the policy may sample others, which stand for nothing.
     """
     source, starts, total = torch.full_like(ids, -1), dict[str, int](), 0
-    for row, file in enumerate(files):
-        if not file:
-            continue
+    references = ((row, *part) for row, named in enumerate(images) for part in image_files(named))
+    for row, file, start in references:
         count = int(Path(file).stem.rpartition("-")[2])
         if file not in starts:
             starts[file], total = total, total + count
-        places = (ids[row] == hf.config.image_token_id).nonzero()[:count, 0]
+        places = start + (ids[row, start:] == hf.config.image_token_id).nonzero()[:count, 0]
         if len(places) < count:
-            raise ValueError(f"a row has {len(places)} image tokens, and its images have {count}")
+            raise ValueError(f"a row has {len(places)} image tokens from {start} on, and its image has {count}")
         source[row, places] = torch.arange(starts[file], starts[file] + count, device=ids.device)
     return source
 
@@ -148,7 +149,7 @@ def _joined(read: Sequence[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tenso
 @lru_cache(maxsize=8)
 def _tensors(file: str) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        return {name: x for name, x in load_file(file).items() if name != CONTENT}
     except OSError as error:
         raise UserError(
             f"the images of a prompt cannot be read ({error}): data.image_cache must be a folder that all processes "

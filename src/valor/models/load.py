@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.data.images import ImageFiles
 from valor.data.templates import template_text
 from valor.errors import UserError
 from valor.hub import hub_answers, out_of_reach
@@ -82,20 +83,21 @@ def load_policy_tokenizer(config: PPOConfig) -> Any:
     return load_model_tokenizer(config.actor_rollout_ref.model, chat=True)
 
 
-def load_processor(config: PPOConfig, tokenizer: Any) -> Any:
-    """The policy's processor of texts with images, with this tokenizer. UserError: its model reads no images, or not
-    in a way that is known here."""
-    model = config.actor_rollout_ref.model
+def load_image_files(config: PPOConfig, tokenizer: Any) -> ImageFiles:
+    """What reads images for the policy, whose tokenizer this is. UserError: its model reads no images, or not in a way
+    that is known here."""
+    data, model = config.data, config.actor_rollout_ref.model
     kind = load_model_config(model)
     if kind.model_type not in FAMILIES:
         raise UserError(
-            f"data.image_key={config.data.image_key}: '{model.path}' is a model of type {kind.model_type}, and images "
+            f"data.image_key={data.image_key}: '{model.path}' is a model of type {kind.model_type}, and images "
             f"are read by {', '.join(FAMILIES)}: take such a model, or drop image_key"
         )
     with _as_user_errors(model.path, "processor"), quiet_transformers():
         processor = processor_without_video(kind).from_pretrained(_resolve(model.path), video_processor=None)
     processor.tokenizer, tokenizer.renders_parts = tokenizer, True
-    return processor
+    apart = config.plays_episodes or config.actor_rollout_ref.rollout.name != "native"
+    return ImageFiles(processor, kind.image_token_id, data.image_cache, data.mm_processor_kwargs, apart=apart)
 
 
 def check_critic(config: PPOConfig, tokenizer: Any) -> None:

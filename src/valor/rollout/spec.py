@@ -1,6 +1,6 @@
 """What a generation engine tells of itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ class BuildContext:
     eos_token_ids: Sequence[int]
     device: torch.device
     actor: Any  # the actor's engine (valor.engines.base.TrainingEngine); None: generation has processes of its own
-    images: bool = False  # whether prompts may have some
+    images: Mapping[str, Any] | None = None  # how the processor reads those of prompts; None: prompts are text
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from valor.agents.runner import EpisodeRunner, Sink
 from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.models.load import load_model_config, load_policy_tokenizer
+from valor.models.load import load_image_files, load_model_config, load_policy_tokenizer
 from valor.rollout.base import Elsewhere, SamplingParams
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
@@ -38,10 +38,13 @@ class RolloutWorker:
         self._channel: WeightChannel | None = None
         self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
-        ends, by_images = end_token_ids(model, facts.eos_token_ids), config.data.image_key is not None
-        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside, by_images))
+        ends = end_token_ids(model, facts.eos_token_ids)
+        options = None if config.data.image_key is None else config.data.mm_processor_kwargs
+        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside, options))
         self._tokenizer = load_policy_tokenizer(config)
-        self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
+        by_episodes = config.plays_episodes
+        images = load_image_files(config, self._tokenizer) if options is not None and by_episodes else None
+        self._agents = Agents(config, self._tokenizer, images) if by_episodes else None
         self._config = rollout
         self._ahead: EpisodeRunner | None = None  # of `generate_ahead`: its episodes outlive the calls
 

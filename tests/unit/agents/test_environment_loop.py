@@ -147,7 +147,7 @@ def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> 
         ("raise", r"step\(\) raised ValueError: the world broke"),
         ("sleep", r"step\(\) gave no answer within 0.5 s"),
         ("wrong", r"step\(\) returned str"),
-        ("picture", "answered with parts of a message, and only text is supported"),
+        ("picture", "answered with an image, and the run reads text: set data.image_key"),
     ],
 )
 def test_what_fails_is_the_episodes_error_and_the_environment_is_closed(world: str, text: str, said: str) -> None:

@@ -43,7 +43,7 @@ def test_an_episode_ends_as_its_last_turn_did(reason):
     async def generate(prompt_ids, params, seed):
         return Output("", [3], [-0.5], reason, (Span(1, 0),))
 
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None), data=SimpleNamespace(image_key=None))
     context = SimpleNamespace(config=config, chat=SimpleNamespace(tokenizer=None), limits=Limits(10, 20))
     row = {"extra_info": {}, "messages": []}
     played = asyncio.run(VerlLoop(context, cls=Loop, options={}).run(replace(TASK, row=row), generate))

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from valor.agents.builtin_tools import make_python
+from valor.agents.chat import Chat
 from valor.agents.env import env_source, find_env
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import ToolCall
@@ -15,6 +16,7 @@ from valor.agents.tools import Toolset
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, base_tool_source
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
+from valor.lab.arithmetic import make_tokenizer
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -138,7 +140,7 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
         run(toolbox.open({}))
 
 
-def test_images_are_refused():
+def test_images_are_refused_in_a_run_on_text():
     class Camera(BaseTool):
         async def execute(self, instance_id, parameters, **kwargs):
             return ToolResponse(image=[1]), 0.0, {}
@@ -147,13 +149,14 @@ def test_images_are_refused():
         [base_tool_source([Camera({}, named("look"))])],
         MultiTurnConfig().model_copy(update={"max_tool_response_length": None}),
     ).toolbox()
+    toolbox.chat = Chat(make_tokenizer())
 
     async def episode():
         await toolbox.open({})
         return await toolbox.call(ToolCall("look", {}))
 
     result = run(episode())
-    assert result.error == "exception" and "image" in result.text
+    assert result.error == "failed" and "the run reads text: set data.image_key" in result.text
 
 
 TOOLS_FILE = """

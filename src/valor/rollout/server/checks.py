@@ -9,7 +9,7 @@ from valor.errors import UserError
 from valor.http_client import describe, json_headers
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.client import CONNECT_SECONDS, root
-from valor.rollout.server.dialects import Completion, Reply, checked
+from valor.rollout.server.dialects import Completion, Reply, TokensAndImages, checked
 from valor.rollout.server.fleet import DIALECTS
 
 _KEY = "actor_rollout_ref.rollout"
@@ -19,8 +19,9 @@ _WARM = 2.0  # temperature of the second probe
 _NOTICEABLE = 1e-3  # difference of two log-probs
 
 
-def check_server(config: RolloutConfig, tokenizer: Any) -> None:
-    """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's."""
+def check_server(config: RolloutConfig, tokenizer: Any, *, images: bool = False) -> None:
+    """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's. `images`:
+    prompts may have some."""
     for url in config.server.base_url:
         probe = _Probe(url.rstrip("/"), config)
         if config.name != "sglang":
@@ -28,6 +29,8 @@ def check_server(config: RolloutConfig, tokenizer: Any) -> None:
         if config.name == "server":
             probe.check_tokenizer(tokenizer)
         probe.check_log_probs(tokenizer)
+        if images:
+            probe.check_images(tokenizer)
         if config.server.weight_updates != "none":
             probe.check_updates()
 
@@ -81,6 +84,21 @@ class _Probe:
             remedies = {"server": f"start it with --logprobs-mode {mode}"}
             general = f"set {_KEY}.temperature=1 and neither top_k nor top_p"
             raise self._lack(f"reports other log-probs than training needs: {remedies.get(config.name, general)}")
+
+    def check_images(self, tokenizer: Any) -> None:
+        """It takes token ids with images, and returns what it has read."""
+        ids, dialect = list(tokenizer(_TEXT)["input_ids"]), TokensAndImages(self._config)
+        request = Completion(ids, 1, SamplingParams(0.0), 0, [], "valor-probe", None)
+        status, answer = self._ask(dialect.address(self._url), dialect.body(request))
+        try:
+            reads = dialect.read(answer).prompt == ids
+        except (LookupError, TypeError, ValueError):
+            reads = False
+        if not reads:
+            raise self._lack(
+                f"takes no token ids with images (/inference/v1/generate, status {status}): start vLLM 0.30 or a later "
+                f"one, or set {_KEY}.name=native"
+            )
 
     def check_updates(self) -> None:
         """It takes weights, in the precision of generation."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from valor.config import RolloutConfig
+from valor.data.images import with_marks
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.client import ServerClient, root
 from valor.rollout.server.weights import WeightFiles
@@ -22,6 +23,7 @@ class Completion:
     """Request for up to `max_tokens` tokens after `prompt`; only a token of `stop_ids` or a stop text ends it earlier.
 
     name: of the request on the server. weights: name of the weights that the server holds, None before an update.
+    images: those of the prompt (`valor.data.images.IMAGES`).
     """
 
     prompt: list[int]
@@ -31,14 +33,16 @@ class Completion:
     stop_ids: list[int]
     name: str
     weights: str | None
+    images: str = ""
 
 
 class Reply(NamedTuple):
-    """Answer to a completion."""
+    """Answer to a completion. `prompt`: what the server has read, where it read images."""
 
     token_ids: list[int]
     log_probs: list[float]
     reason: str
+    prompt: list[int] | None = None
 
 
 def checked(reply: Reply, request: Completion, vocabulary: int | None) -> Reply:
@@ -56,6 +60,8 @@ def checked(reply: Reply, request: Completion, vocabulary: int | None) -> Reply:
         f"gives {len(ids)} tokens with {len(reply.log_probs)} log-probs": len(ids) != len(reply.log_probs),
         f"ends a response for the reason '{reply.reason}'": reply.reason not in ("stop", "length", "abort"),
         f"gives the token {foreign[:1]}, which the policy does not have: is it the same model?": bool(foreign),
+        "reads other tokens in a prompt with images than the policy: start it with the policy's model, and with "
+        "data.mm_processor_kwargs as --mm-processor-kwargs": reply.prompt not in (None, request.prompt),
         f"gives {len(ids)} tokens where {most} were asked for": len(ids) > most,
         "gives log-probs above 0": any(log_prob > _ROUNDING for log_prob in reply.log_probs),
         "gives tokens behind a stop token": not ends.isdisjoint(ids[:-1]),
@@ -146,6 +152,38 @@ class Dialect:
         """Result of a `WeightReceiver` method in each worker."""
         body = {"method": method, "args": args, "timeout": self.client.timeout}
         return (await self.client.request(f"{root(url)}/collective_rpc", body, **how))["results"]
+
+
+class TokensAndImages(Dialect):
+    """vLLM's `/inference/v1/generate`: token ids with images, whose marks the server replaces."""
+
+    def address(self, url: str) -> str:
+        return f"{root(url)}/inference/v1/generate"
+
+    def body(self, request: Completion) -> dict[str, Any]:
+        sampling = super().body(request)
+        ids, uris = with_marks(request.prompt, request.images)
+        beside = {name: sampling.pop(name) for name in ("model", "request_id", "cache_salt") if name in sampling}
+        for name in ("prompt", *_TOKEN_IDS):
+            del sampling[name]
+        shown = {"content_parts": [{"type": "image_url", "url": uri} for uri in uris]} if uris else {}
+        return {**beside, "token_ids": ids, **shown, "sampling_params": sampling, "return_token_ids": True}
+
+    def read(self, reply: Any) -> Reply:
+        choice = reply["choices"][0]
+        log_probs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        return Reply(list(choice["token_ids"]), log_probs, choice["finish_reason"], list(reply["prompt_token_ids"]))
+
+    def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
+        return f"{root(url)}/abort_requests", {"request_ids": [f"generate-tokens-{name}"]}
+
+    async def update(
+        self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        workers = await super().update(url, files, name, version, leave)
+        # Features of images, which salts do not keep apart.
+        await self.client.request(f"{root(url)}/reset_encoder_cache", {}, leave=leave)
+        return workers
 
 
 class TensorRTLLM(Dialect):

@@ -65,12 +65,13 @@ class ServerEngine(RolloutEngine):
         eos_token_ids: Sequence[int],
         started: Sequence[StartedServer] = (),
         vocabulary: int | None = None,
+        images: bool = False,
     ) -> None:
         self.weight_mode: WeightMode = "fixed" if config.server.weight_updates == "none" else "copied"
         self.weights_checksum: int | None = None
         self._version: int | None = None
         self._config, self._eos, self._vocabulary = config, frozenset(eos_token_ids), vocabulary
-        self._fleet = Fleet(config, started)
+        self._fleet = Fleet(config, started, images)
         self._client, self._dialect = self._fleet.client, self._fleet.dialect
         self._in_flight: set[_InFlight] = set()
 
@@ -220,7 +221,7 @@ class ServerEngine(RolloutEngine):
         seed = int(uniform_stream(request.seed, begun + 1)[begun] * 2**53)
         ends = sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos))
         most, weights = params.max_tokens - begun, self._fleet.name or None
-        return Completion([*request.known_ids], most, params, seed, ends, flight.name, weights)
+        return Completion([*request.known_ids], most, params, seed, ends, flight.name, weights, request.images)
 
     def _read(self, flight: _InFlight, completion: Completion, answer: Any) -> Reply:
         try:

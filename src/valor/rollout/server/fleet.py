@@ -13,7 +13,7 @@ from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Request
 from valor.rollout.server.client import CONNECT_SECONDS, ServerLeft
-from valor.rollout.server.dialects import Dialect, TensorRTLLM
+from valor.rollout.server.dialects import Dialect, TensorRTLLM, TokensAndImages
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.sglang import SGLang
 from valor.rollout.server.weights import WeightFiles, compare_names
@@ -40,14 +40,17 @@ class Fleet:
     A request goes to the server whose cache has its prompt's other samples, or its episode's earlier turns, unless
     that one is much busier than the least busy one.
 
+    images: prompts may have some, of which `TokensAndImages` speaks.
+
     Attributes:
         out: addresses that are left out.
         load: requests in flight by address.
         name: of the weights that the other servers hold.
     """
 
-    def __init__(self, config: RolloutConfig, started: Sequence[StartedServer]) -> None:
-        self.dialect, self.started = DIALECTS[config.name](config), started
+    def __init__(self, config: RolloutConfig, started: Sequence[StartedServer], images: bool = False) -> None:
+        self.dialect = (TokensAndImages if images else DIALECTS[config.name])(config)
+        self.started = started
         self.client = self.dialect.client
         self.urls = [url.rstrip("/") for url in config.server.base_url]
         self.name = ""

@@ -55,7 +55,8 @@ def _check_start(config: PPOConfig, world_size: int) -> None:
     shared = config.actor_rollout_ref
     if not _starts(shared.rollout):
         path = shared.model.tokenizer_path or shared.model.path
-        check_server(shared.rollout, load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code))
+        tokenizer = load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code)
+        check_server(shared.rollout, tokenizer, images=config.data.image_key is not None)
         return
     size = shared.rollout.tensor_model_parallel_size
     if importlib.util.find_spec("sglang") is None:
@@ -84,7 +85,8 @@ def _build(context: BuildContext) -> RolloutEngine:
         started, server = started_servers(config, context.model, context.device)
         config = config.model_copy(update={"server": server})
     size = int(load_model_config(context.model).get_text_config().vocab_size)
-    return ServerEngine(config, eos_token_ids=context.eos_token_ids, started=started, vocabulary=size)
+    options = {"eos_token_ids": context.eos_token_ids, "started": started, "vocabulary": size}
+    return ServerEngine(config, **options, images=context.images is not None)
 
 
 def _spec(name: str, *reads: str) -> GenerationEngineSpec:

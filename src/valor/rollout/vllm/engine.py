@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from valor.data.images import opened, with_marks
 from valor.errors import UserError, did_you_mean
 from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, StopTexts, WeightMode
 from valor.rollout.vllm import internals  # before the rest of vLLM, whose environment it sets
@@ -107,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_version = None
         self._wake("weights")
         self.weights_checksum = self._held.write(weights, version)
+        self._llm.reset_encoder_cache()  # features of images, which salts do not keep apart
         self.weights_version = version
         self._updates += 1
 
@@ -168,9 +170,17 @@ class VLLMEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         # The salt: a prompt's cached keys and values are found only by prompts of the same weights.
-        prompt = TokensPrompt(prompt_token_ids=list(request.known_ids), cache_salt=str(self._updates))
+        ids, images = with_marks(request.known_ids, request.images)
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self._updates))
+        if images:
+            prompt["multi_modal_data"] = {"image": [opened(image) for image in images]}
         name = str(next(self._names))
         state = internals.request_state(self._llm, self._llm.add_request(name, prompt, params))
+        if images and tuple(state.prompt_token_ids) != request.known_ids:
+            raise UserError(
+                f"vLLM reads {len(state.prompt_token_ids)} tokens in a prompt with images, and the policy "
+                f"{len(request.known_ids)}: set actor_rollout_ref.rollout.name=native"
+            )
         self._running[name] = request, state
 
 

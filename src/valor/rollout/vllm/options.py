@@ -16,6 +16,8 @@ from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
+IMAGE_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Model types of which vLLM and the policy read the same from an image."""
 
 
 def check_vllm(rollout: RolloutConfig, hf: PretrainedConfig, world_size: int) -> None:
@@ -88,8 +90,13 @@ def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[
 
 
 def _check_start(config: PPOConfig, world_size: int) -> None:
-    shared = config.actor_rollout_ref
-    check_vllm(shared.rollout, load_model_config(shared.model), world_size)
+    shared, hf = config.actor_rollout_ref, load_model_config(config.actor_rollout_ref.model)
+    check_vllm(shared.rollout, hf, world_size)
+    if config.data.image_key is not None and hf.model_type not in IMAGE_FAMILIES:
+        raise UserError(
+            f"{_KEY}.name=vllm: images are known to be read alike by models of type {', '.join(IMAGE_FAMILIES)}, and "
+            f"'{shared.model.path}' is a {hf.model_type}: set {_KEY}.name=native"
+        )
 
 
 def check_free_memory(rollout: RolloutConfig, device: torch.device) -> None:
@@ -121,6 +128,10 @@ def _build(context: BuildContext) -> RolloutEngine:
 
     hf = load_model_config(context.model)
     options = engine_options(context.config, context.model, hf, context.device, dist.get_world_size())
+    if context.images is not None:  # vLLM's own processor reads them, as the policy's does
+        options |= {"skip_tokenizer_init": False, "mm_processor_kwargs": dict(context.images)}
+        options |= {"skip_mm_profiling": True, "limit_mm_per_prompt": {"image": 999, "video": 0}}
+        options["load_format"] = "auto"  # "dummy" overwrites buffers too, and the vision tower's are not the actor's
     return VLLMEngine(options, eos_token_ids=context.eos_token_ids, device=context.device)
 
 
