@@ -84,7 +84,7 @@ class Chat:
         for message in messages:
             parts = message["content"]
             message["content"] = [part | {"file": next(files)} if part["type"] == "image" else part for part in parts]
-        return messages
+        return [*messages]
 
     def files(self, images: Sequence[Any], where: str) -> list[str]:
         """The files of images, which are what a row of the data may have. EpisodeFailed: one is none, or the run has no
@@ -111,7 +111,7 @@ class Chat:
             message["content"] = [
                 {"type": "image", "file": next(files)} if part["type"] == "image" else part for part in parts
             ]
-        return shown
+        return [*shown]
 
     def safe(self, value: Any, *, answer: bool = False) -> Any:
         """A text of others, or messages and schemas, with the names of special tokens hidden from template and

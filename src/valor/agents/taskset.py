@@ -45,7 +45,7 @@ def _load(name: str, kwargs_json: str, most: int | None) -> Taskset:
     try:
         if Path(name).is_dir():
             raise UserError("is a folder: for Harbor tasks set data.taskset=examples/tasksets/harbor_tasks.py:Harbor")
-        cls = load_object(name, _KEY) if ":" in name else None
+        cls: Any = load_object(name, _KEY) if ":" in name else None
         if not callable(getattr(cls, "rows", None)):
             raise UserError(f"is no task set: give {_KINDS}")
         rows = list(cls.rows(**kwargs))

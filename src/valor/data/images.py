@@ -28,6 +28,7 @@ _IDS, _MARK = "ids", "mark"  # in the head of a file with one image: the tokens 
 CONTENT = "content"
 """The image itself, in such a file: the bytes of an image file."""
 _URI = "data:image/jpeg;base64,"
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # of `size`, for processors that count pixels
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 _KEYS = {"bytes": None, "path": None, "image": None}.keys()  # in their order
@@ -100,9 +101,9 @@ class ImageFiles:
     def __init__(
         self, processor: Any, token: int, folder: str, options: Mapping[str, Any], *, apart: bool = False
     ) -> None:
-        self.processor, self._token, self._folder, self._options = processor, token, Path(folder), dict(options)
-        self._apart = apart
         images = processor.image_processor
+        self.processor, self._token, self._folder, self._apart = processor, token, Path(folder), apart
+        self._options = _with_size(options, images)
         names = images.valid_kwargs.__annotations__
         if unknown := next((name for name in options if name not in names), None):
             listed = ", ".join(sorted(names))
@@ -171,6 +172,16 @@ class ImageFiles:
             os.replace(part, path)
         except OSError as error:
             raise UserError(f"{where}: its images cannot be written to data.image_cache ({error})") from error
+
+
+def _with_size(options: Mapping[str, Any], images: Any) -> dict[str, Any]:
+    """With `min_pixels` and `max_pixels` as `size`, where the image processor has them there: transformers 5.17 reads
+    them nowhere else in a call, and later ones deprecate them."""
+    bounds = {edge: options[name] for name, edge in _EDGES.items() if options.get(name) is not None}
+    size = dict(getattr(images, "size", None) or {})
+    if not bounds or not bounds.keys() <= size.keys() or options.get("size") is not None:
+        return dict(options)
+    return {**{name: x for name, x in options.items() if name not in _EDGES}, "size": size | bounds}
 
 
 def image_files(images: str) -> list[tuple[str, int]]:

@@ -79,7 +79,7 @@ def layers_with_own_layout(model: nn.Module) -> list[str]:
 
 
 def _is_plain(module: Any) -> bool:
-    method = getattr(module, "quant_method", None)
+    method: Any = getattr(module, "quant_method", None)
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
         return method.unquantized_backend.name in _PLAIN_EXPERTS and module.activation.value == "silu"
     return type(method).__name__ in _PLAIN_METHODS and "MLA" not in type(module).__name__
@@ -88,7 +88,8 @@ def _is_plain(module: Any) -> bool:
 @contextmanager
 def plain_weights_remain() -> Iterator[None]:
     """Models loaded inside keep their plain weights beside the packed copies that vLLM makes of them for a CPU."""
-    pack, pack_experts = layer_utils.dispatch_cpu_unquantized_gemm, CPUUnquantizedExperts.process_weights_after_loading
+    kernels: Any = CPUUnquantizedExperts
+    pack, pack_experts = layer_utils.dispatch_cpu_unquantized_gemm, kernels.process_weights_after_loading
 
     def pack_copies(kernel: CPUUnquantizedExperts, layer: Any) -> None:
         names = [name for name in _EXPERT_WEIGHTS if hasattr(layer, name)]
@@ -96,12 +97,12 @@ def plain_weights_remain() -> Iterator[None]:
         pack_experts(kernel, layer)
 
     layer_utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
-    CPUUnquantizedExperts.process_weights_after_loading = pack_copies
+    kernels.process_weights_after_loading = pack_copies
     try:
         yield
     finally:
         layer_utils.dispatch_cpu_unquantized_gemm = pack
-        CPUUnquantizedExperts.process_weights_after_loading = pack_experts
+        kernels.process_weights_after_loading = pack_experts
 
 
 def packed_experts(model: nn.Module) -> list[Any]:
