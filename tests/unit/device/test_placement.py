@@ -33,7 +33,8 @@ def config(*overrides: str):
 def machine(monkeypatch):
     monkeypatch.setattr(placement, "available_cores", lambda: 64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_pools_share_the_cores_of_a_node():
