@@ -12,7 +12,7 @@ from valor.errors import UserError
 from valor.user_files import load_object
 
 _KEY = "data.taskset"
-_KINDS = "file.py:Class of an Env with rows(); examples/tasksets has Harbor's and those of verifiers"
+_KINDS = "file.py:Class of an Env with rows()"
 
 
 class Taskset(NamedTuple):
@@ -45,7 +45,12 @@ def _load(name: str, kwargs_json: str, most: int | None) -> Taskset:
     try:
         if Path(name).is_dir():
             raise UserError("is a folder: for Harbor tasks set data.taskset=examples/tasksets/harbor_tasks.py:Harbor")
-        cls: Any = load_object(name, _KEY) if ":" in name else None
+        if ":" not in name:
+            raise UserError(
+                f"is no task set: give {_KINDS}; for one of verifiers set "
+                f"data.taskset=examples/tasksets/verifiers_tasks.py:Verifiers 'data.taskset_kwargs={{name: {name}}}'"
+            )
+        cls: Any = load_object(name, _KEY)
         if not callable(getattr(cls, "rows", None)):
             raise UserError(f"is no task set: give {_KINDS}")
         rows = list(cls.rows(**kwargs))
