@@ -60,10 +60,11 @@ def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize("kind", ["model", "probe"])
-def test_residual_critics_learn_what_the_groups_mean_leaves(overrides, tmp_path, kind):
-    residual = [*PROBE, "critic.target=residual", f"critic.kind={kind}", "actor_rollout_ref.rollout.n=4"]
-    assert main(overrides(tmp_path / "run", *residual)) == 0
+@pytest.mark.parametrize(("target", "kind"), [("residual", "model"), ("residual", "probe"), ("anchored", "model")])
+def test_critics_beside_the_groups_mean(overrides, tmp_path, target, kind):
+    beside = [*PROBE, f"critic.target={target}", f"critic.kind={kind}", "actor_rollout_ref.rollout.n=4"]
+    beside += ["algorithm.lam_critic=1"] * (target == "anchored")
+    assert main(overrides(tmp_path / "run", *beside)) == 0
     rows = [row for row in read_metrics(tmp_path / "run") if "critic/vf_loss" in row]
     # A critic that says 0 leaves exactly the variance that the mean of the others leaves.
     ratio = "critic/baseline_variance/critic", "critic/baseline_variance/group_mean"
@@ -71,10 +72,10 @@ def test_residual_critics_learn_what_the_groups_mean_leaves(overrides, tmp_path,
     assert rows[-1][ratio[0]] != pytest.approx(rows[-1][ratio[1]], rel=1e-5)
     if kind == "model":
         saved = tmp_path / "run" / "huggingface" / "critic"
-        assert '"value_target": "residual"' in (saved / "config.json").read_text()
-        start = f"critic.model.path={saved}"
-        assert main(overrides(tmp_path / "next", *residual, start, "trainer.total_training_steps=1")) == 0
-        assert main(overrides(tmp_path / "other", start)) == 2
+        assert ('"value_target": "residual"' in (saved / "config.json").read_text()) == (target == "residual")
+        start, one_step = f"critic.model.path={saved}", "trainer.total_training_steps=1"
+        assert main(overrides(tmp_path / "next", *beside, start, one_step)) == 0
+        assert main(overrides(tmp_path / "other", start, one_step)) == (2 if target == "residual" else 0)
 
 
 class _States:

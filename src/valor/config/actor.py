@@ -182,8 +182,8 @@ class CriticConfig(
     kind: Literal["model", "probe"] = "model"
     """A value model that is trained, or a probe: least squares on the policy's hidden states, in closed form."""
     probe: ProbeConfig = section(ProbeConfig, ".kind=probe")
-    target: Literal["absolute", "residual"] = "absolute"
-    """What it learns: returns, or what the mean outcome of the prompt's other samples leaves of them."""
+    target: Literal["absolute", "residual", "anchored"] = "absolute"
+    """It learns returns; residual: what the others' mean leaves of them. anchored: a response begins at that mean."""
     prompt_template: str | None = None
     """What it reads in place of a prompt's last message: a text with {prompt} and columns such as {ground_truth}."""
     freeze: bool = False

@@ -61,8 +61,8 @@ class CriticRunConfig(PPOConfig):
             yield "critic.enable=false leaves nothing to do here: leave it at true"
         if self.critic.kind == "probe":
             yield "critic.kind=probe is fitted in a run of valor ppo, and is no model: leave it at model"
-        if self.critic.target == "residual":
-            yield "critic.target=residual predicts no outcomes, by which critics are judged here: leave it at absolute"
+        if (target := self.critic.target) != "absolute":
+            yield f"critic.target={target} compares samples of one prompt, and outcomes judge critics here: drop it"
         if self.critic.prompt_template is not None:
             yield "critic.prompt_template is for valor ppo, and this command shows critics the prompts alone: drop it"
         if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":

@@ -100,7 +100,7 @@ def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
     algorithm, critic = config.algorithm, config.critic
     if (
         not config.trains_critic
-        or critic.target == "residual"
+        or critic.target != "absolute"
         or critic.ensemble_size > 1
         or config.updates_per_step(critic) > 1
         or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1)

@@ -1,4 +1,4 @@
-"""critic.target=residual: golden numbers, a computation of its own, and what it is refused with."""
+"""critic.target=residual and anchored: golden numbers, a computation of its own, and what it is refused with."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,28 @@ def test_values_by_hand():
     assert out["group_baseline"].tolist() == [0.5, 1.0, 0.5, 0.5, 0.0] and metrics == {}
     expected = torch.tensor([[0.6, 0.7], [1.0, 0.5], [0.8, 0.5], [0.5, 0.5], [0.25, 0.0]])
     torch.testing.assert_close(out["values"], expected)
-    assert torch.equal(out["residual_values"], torch.tensor(values))
+    assert torch.equal(out["critic_outputs"], torch.tensor(values))
+
+
+def test_anchored_values_by_hand():
+    """They begin at the others' mean (0.5, 1, 0.5 and 0.5, 0) and change as the critic's do; it learns outcomes."""
+    rewards = [[0, 1], [0, 0], [0, 1], [0, 0], [0.5, 0]]
+    values = [[0.1, 0.2], [0.5, 0.0], [0.3, 0.0], [0.0, 0.25], [7.0, 0.25]]
+    mask = [[1, 1], [1, 1], [1, 1], [1, 1], [0, 1]]
+    anchored = made(GroupBaseline, {}, critic={"target": "anchored"}, actor_rollout_ref={"rollout": {"n": 3}})
+    out, _ = after(anchored, batch_of(rewards, values, mask, "aaabb"))
+    expected = torch.tensor([[0.5, 0.6], [1.0, 0.5], [0.5, 0.2], [0.5, 0.75], [0.0, 0.0]])
+    torch.testing.assert_close(out["values"], expected)
+    assert "group_baseline" not in out
+    tensors = {name: out[name] for name in ("values", "response_mask")}
+    advantages, returns = compute_advantages("gae", rewards=out["token_level_rewards"], **tensors, whitening="none")
+    torch.testing.assert_close(advantages[:4, 0], torch.tensor([0.5, -1.0, 0.5, -0.5]))  # those of rloo
+    learnt = []
+    update = made(UpdateCritic, {}, critic={"target": "anchored"}, actor_rollout_ref={"rollout": {"n": 3}})
+    update.resources = SimpleNamespace(critics=SimpleNamespace(update=lambda rows, step: learnt.append(rows) or {}))
+    update.run(out.union(Batch({"returns": returns})), 1)
+    torch.testing.assert_close(learnt[0]["returns"][:4], torch.tensor([[1.0, 1], [0, 0], [1, 1], [0, 0]]))
+    assert torch.equal(learnt[0]["values"], torch.tensor(values))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -113,6 +134,9 @@ def test_a_prompt_with_one_sample_is_refused():
         (["critic.value_loss=bce"], "which critic.value_loss=bce has not"),
         (["critic.value_loss=hl_gauss"], "value_min"),
         (["algorithm.reward_mask_ratio=0.5"], "reward_mask_ratio take away"),
+        (["critic.target=anchored", "algorithm.lam=0.9"], "set algorithm.lam_critic=1"),
+        (["critic.target=anchored", "algorithm.truncation_bootstrap=true"], "would teach the critic the moved values"),
+        (["critic.target=anchored", "actor_rollout_ref.rollout.n=1"], "critic.target=anchored compares samples"),
     ],
 )
 def test_what_contradicts_it_is_said_in_a_line(settings, line):

@@ -1,6 +1,9 @@
-"""Values as the mean outcome of the prompt's other samples and what a critic adds to it (`critic.target=residual`)."""
+"""Values that begin at the mean outcome of the prompt's other samples, and follow the critic from there."""
 
 from collections.abc import Iterator
+
+import torch
+from torch import Tensor
 
 from valor.algorithms.groups import Groups
 from valor.config import PPOConfig
@@ -9,11 +12,15 @@ from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.trainer.phases.base import Metrics, Phase, where_true
 
-BASELINE, RESIDUAL = "group_baseline", "residual_values"  # columns [B] and [B, T]
+BASELINE, OUTPUTS = "group_baseline", "critic_outputs"  # columns [B] and [B, T]
 
 
 class GroupBaseline(Phase):
-    """V = mean outcome of the prompt's other samples + the critic's output, which learns what that mean leaves."""
+    """`critic.target=residual`: V = mean outcome of the prompt's other samples + C, which learns what that mean leaves.
+
+    `anchored`: V(s) = that mean + C(s) - C(s_0), where C learns returns and s_0 is the state before the first token.
+    Other samples say nothing about this one's tokens, so that neither adds a bias at lambda 1.
+    """
 
     name = "group_baseline"
     timer = "adv"
@@ -23,11 +30,12 @@ class GroupBaseline(Phase):
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         end = ["bootstrap_values"] * config.algorithm.truncation_bootstrap
-        self.adds = frozenset((BASELINE, RESIDUAL, "values", *end))
+        self.anchored = config.critic.target == "anchored"
+        self.adds = frozenset((OUTPUTS, "values", *end, *([] if self.anchored else [BASELINE])))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.critic.enable and config.critic.target == "residual"
+        return config.critic.enable and config.critic.target != "absolute"
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
@@ -35,7 +43,8 @@ class GroupBaseline(Phase):
         value_loss = critic.value_loss if config.has_value_model else ""
         low = critic.value_loss_kwargs.get("value_min", 0.0)
         discounts = algorithm.gamma < 1 or (algorithm.gae_unit != "token" and algorithm.gamma_turn < 1)
-        name = "critic.target=residual"
+        name, residual = f"critic.target={critic.target}", critic.target == "residual"
+        lam_critic = algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic
         yield from where_true(
             {
                 f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least 2, or "
@@ -43,11 +52,16 @@ class GroupBaseline(Phase):
                 f"{name} adds one number to all values of a response, which is right without discounts alone: set "
                 "algorithm.gamma=1 (and gamma_turn=1), or critic.target=absolute": discounts,
                 f"{name} has targets below 0, which critic.value_loss=bce has not: use mse or huber": (
-                    value_loss == "bce"
+                    residual and value_loss == "bce"
                 ),
                 f"{name} has targets below 0: set critic.value_loss_kwargs.value_min to the least, such as -1": (
-                    value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
+                    residual and value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
                 ),
+                f"{name} moves values, and the critic learns from outcomes: set algorithm.lam_critic=1": (
+                    not residual and lam_critic != 1.0
+                ),
+                f"{name} and algorithm.truncation_bootstrap=true would teach the critic the moved values: set one of "
+                "them off": not residual and algorithm.truncation_bootstrap,
                 f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take "
                 "away: use critic.target=absolute": (
                     algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0
@@ -60,17 +74,27 @@ class GroupBaseline(Phase):
         alone = sum(len(group) == 1 for group in grouped(last, [batch.objects["uid"][row] for row in last]))
         if alone:
             raise StepRefused(
-                f"critic.target=residual compares samples of one prompt, and {alone} prompts of this step have one: "
-                "use critic.target=absolute"
+                f"critic.target={self.config.critic.target} compares samples of one prompt, and {alone} prompts of "
+                "this step have one: use critic.target=absolute"
             )
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         episodes = Episodes(batch)
         outcomes = episodes.sums(batch["token_level_rewards"])
         uid = [batch.objects["uid"][rows[-1]] for rows in episodes.rows]
-        baseline = episodes.spread(Groups(uid, len(outcomes), outcomes.device).mean_of_others(outcomes).float())
+        baseline = Groups(uid, len(outcomes), outcomes.device).mean_of_others(outcomes).float()
         values, mask = batch["values"], batch["response_mask"]
-        columns = {BASELINE: baseline, RESIDUAL: values, "values": (values + baseline[:, None]) * (mask != 0)}
+        if self.anchored:
+            baseline = baseline - _first(values, mask)[torch.tensor([rows[0] for rows in episodes.rows])]
+        baseline = episodes.spread(baseline)
+        columns = {OUTPUTS: values, "values": (values + baseline[:, None]) * (mask != 0)}
+        if not self.anchored:
+            columns[BASELINE] = baseline
         if "bootstrap_values" in self.adds:
             columns["bootstrap_values"] = batch["bootstrap_values"] + baseline
         return Batch(columns), {}
+
+
+def _first(values: Tensor, mask: Tensor) -> Tensor:
+    """[R] value before the first policy token of each row [R, T]."""
+    return values.gather(1, (mask != 0).int().argmax(1, keepdim=True))[:, 0]

@@ -39,7 +39,7 @@ class PromptValues(Phase):
                 ),
                 f"{_KEY} and critic.kind=probe, which reads states of answers: set kind=model": config.has_probe,
                 f"{_KEY} reads text alone: set data.image_key=null": config.data.image_key is not None,
-                f"{_KEY} needs values of outcomes: set critic.target=absolute": config.critic.target == "residual",
+                f"{_KEY} needs values of outcomes: set critic.target=absolute": config.critic.target != "absolute",
                 f"{_KEY} reads the policy's prompts, and critic.prompt_template others: drop one of the two": (
                     config.critic.prompt_template is not None
                 ),

@@ -11,14 +11,14 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase
-from valor.trainer.phases.group_baseline import BASELINE, RESIDUAL
+from valor.trainer.phases.group_baseline import BASELINE, OUTPUTS
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED
 from valor.trainer.prompt_templates import CRITIC_PROMPTS
 from valor.workers.critic import value_head
 from valor.workers.roles import critic_names
 
-_OTHERS = (BASELINE, RESIDUAL, CHOSEN, CRITIC_IS_UPDATED)
+_OTHERS = (BASELINE, OUTPUTS, CHOSEN, CRITIC_IS_UPDATED)
 
 
 class UpdateCritic(Phase):
@@ -52,9 +52,10 @@ class UpdateCritic(Phase):
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         rows = trained(batch)
+        if OUTPUTS in rows:
+            rows = rows.union(Batch({"values": rows[OUTPUTS]}))
         if BASELINE in rows:
-            returns = rows["returns"] - rows[BASELINE][:, None]
-            rows = rows.union(Batch({"returns": returns, "values": rows[RESIDUAL]}))
+            rows = rows.union(Batch({"returns": rows["returns"] - rows[BASELINE][:, None]}))
         return Batch(), self.resources.critics.update(rows, step)
 
 
