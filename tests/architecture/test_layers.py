@@ -117,7 +117,7 @@ def test_the_pages_that_the_code_writes_are_up_to_date():
         ("valor.algorithms", ["ray", "transformers", "hydra"]),
         ("valor.cli", ["torch", "ray", "transformers", "PIL"]),
         ("valor.data.prompts", ["PIL"]),
-        ("valor.trainer.ppo", ["ray", "vllm"]),
+        ("valor.trainer.dry_run", ["ray", "vllm", "peft"]),
     ],
 )
 def test_importing_a_room_stays_light(module, unwanted):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForTokenClassification
 
@@ -96,6 +95,8 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     tied = getattr(text, "tie_word_embeddings", False) and not value_head
     trained = weights
     if model.lora_rank:
+        from peft import LoraConfig, inject_adapter_in_model  # a second, which runs without adapters are spared
+
         targets = list(linear_layers(hf)) if model.target_modules == "all-linear" else model.target_modules
         modules: Any = {"target_modules": targets, "exclude_modules": model.exclude_modules}
         try:
