@@ -220,6 +220,11 @@ class CriticConfig(
             apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
             yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"
 
+    @property
+    def learns(self) -> Literal["absolute", "residual"]:
+        """What its values are of, as an exported critic says it: an anchored one's are moved after they are made."""
+        return "residual" if self.target == "residual" else "absolute"
+
     def cliprange_at(self, step: int) -> float | None:
         """The clip range in this step."""
         return None if any(step in step_range(steps) for steps in self.unclipped_steps) else self.cliprange_value

@@ -110,10 +110,7 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     described = _where_head_is(model, config_of_critic)[1]
-    settings = {
-        "target": "absolute" if critic.target == "anchored" else critic.target,
-        "prompt_template": critic.prompt_template,
-    }
+    settings = {"target": critic.learns, "prompt_template": critic.prompt_template}
     for name, default in (("target", "absolute"), ("prompt_template", settings["prompt_template"])):
         learnt = getattr(described, f"value_{name}", default)
         if _has_head(described) and learnt != settings[name]:

@@ -37,7 +37,7 @@ class CriticWorker(ModelRole):
             head=head,
             seed=seed,
             says={
-                **({"value_target": critic.target} if critic.target == "residual" else {}),
+                **({"value_target": critic.learns} if critic.learns == "residual" else {}),
                 **({"value_prompt_template": critic.prompt_template} if critic.prompt_template is not None else {}),
             },
             frozen_vision=critic.freeze_vision_tower,
