@@ -33,13 +33,13 @@ def served_log_probs(teacher: TeacherConfig, rows: Batch) -> Tensor:
     )
     out = torch.zeros(rows["responses"].shape)
     with closing(Server(teacher.url, api_key_env=_KEY_ENV, max_concurrent=_CONCURRENT)) as server:
-        name = _served_name(teacher)
         texts = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-        replies = [server.submit(_scored(server, name, ids)) for ids in texts]
         try:
+            name = _served_name(teacher)
+            replies = [server.submit(_scored(server, name, ids)) for ids in texts]
             for row, reply in enumerate(replies):
                 out[row, : len(responses[row])] = torch.tensor(reply.result()[len(prompts[row]) : len(texts[row])])
-        except (RuntimeError, TimeoutError, ValueError) as error:
+        except (RuntimeError, TimeoutError, ValueError, UserError) as error:  # the last one: it has gone
             raise TrainingStopped(
                 f"the teacher at {teacher.url} failed: {error}: start it again, and the same command goes on from the "
                 "last checkpoint"
@@ -58,10 +58,13 @@ def check_served(name: str, teacher: TeacherConfig, tokenizer: Any) -> None:
     with closing(Server(teacher.url, api_key_env=_KEY_ENV, max_concurrent=1)) as server:
         model = _served_name(teacher, key)
         try:
-            of_text, of_ids = (server.submit(_scored(server, model, prompt)).result() for prompt in (_PROBE, ids))
+            text_log_probs, token_log_probs = (
+                server.submit(_scored(server, model, prompt)).result() for prompt in (_PROBE, ids)
+            )
         except (RuntimeError, TimeoutError, ValueError) as error:
             raise UserError(f"{key}.url={teacher.url}: {error}") from None
-    if len(of_text) != len(of_ids) or any(abs(a - b) > _SAME for a, b in zip(of_text, of_ids, strict=True)):
+    pairs = zip(text_log_probs, token_log_probs, strict=False)
+    if len(text_log_probs) != len(token_log_probs) or any(abs(a - b) > _SAME for a, b in pairs):
         raise UserError(
             f"{key}.url={teacher.url}: its model has another tokenizer than the policy: serve one that has the "
             "policy's, or train on its answers by valor sft"
