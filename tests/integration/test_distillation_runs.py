@@ -19,7 +19,11 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from json_http import JsonHandler
+from valor.config.distillation import TeacherConfig
+from valor.data.batch import Batch
+from valor.errors import TrainingStopped
 from valor.trainer.main_ppo import main
+from valor.trainer.served_teacher import served_log_probs
 
 LOSS = "distillation.distillation_loss"
 ALONE = ("algorithm.adv_estimator=grpo", f"{LOSS}.use_task_rewards=false")
@@ -308,3 +312,11 @@ def test_what_a_served_teacher_does_not_go_with_is_one_line(served, overrides, t
     served.http.server_close()
     assert main(overrides(tmp_path, *behind(served, *ALONE))) == 2
     assert "no server at distillation.teacher_models.one.url" in capsys.readouterr().err
+
+
+def test_a_server_that_has_gone_between_steps_stops_the_run():
+    teacher = TeacherConfig(url="http://127.0.0.1:9/v1")
+    row = {name: torch.ones(1, 2, dtype=torch.long) for name in ("prompts", "responses")}
+    lengths = {f"{name}_lengths": torch.tensor([2]) for name in ("prompt", "response")}
+    with pytest.raises(TrainingStopped, match="the same command goes on"):
+        served_log_probs(teacher, Batch({**row, **lengths}))
