@@ -31,6 +31,8 @@ class DistillationLossConfig(Section):
     """Also learn from the task's reward; false: from the teacher alone."""
     distillation_loss_coef: NonNegativeFloat = key(1.0, ".use_task_rewards")
     """Weight of the teacher beside the task's reward."""
+    distillation_loss_coef_decay_steps: PositiveInt | None = key(None, ".use_task_rewards")
+    """Steps over which that weight falls to 0, linearly; null: it stays."""
     loss_max_clamp: PositiveFloat | None = None
     """Largest size of a token's divergence; null sets no limit."""
     log_prob_min_clamp: float | None = None
@@ -78,6 +80,8 @@ class TeacherConfig(Section):
     """Attributes of its Hugging Face config to replace."""
     key: str | None = None
     """With several teachers: the rows that are this one's, by their value of teacher_key."""
+    update_rate: Share | None = None
+    """Its weights move this share of the way to the policy's in each step (moving average); null: they stay."""
 
 
 class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
@@ -107,6 +111,8 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
                 yield f"{this}.url: a server scores sampled tokens: set {at}distillation_loss.loss_mode=k3"
             if teacher.url is not None and (teacher.override_config or teacher.trust_remote_code):
                 yield f"{this}.url: the server has loaded its model: drop override_config and trust_remote_code"
+            if teacher.update_rate is not None and name not in self.models:
+                yield f"{this}.update_rate moves weights that this run loads: set {this}.model_path, without a url"
             if template is not None and "{prompt}" not in template:
                 yield f"{this}.prompt_template has no {{prompt}} in it: the teacher would not see the question"
             if template is not None and loss.of_distributions:
@@ -157,6 +163,14 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
         return self.enabled and not self.distillation_loss.use_task_rewards and not self.as_reward
 
     @property
-    def coefficient(self) -> float:
-        """Weight of the teacher's signal."""
-        return self.distillation_loss.distillation_loss_coef if self.distillation_loss.use_task_rewards else 1.0
+    def moves(self) -> bool:
+        """Whether a teacher follows the policy."""
+        return self.enabled and any(teacher.update_rate is not None for teacher in self.models.values())
+
+    def coefficient(self, step: int) -> float:
+        """Weight of the teacher's signal in a step; the first is 1."""
+        loss = self.distillation_loss
+        if not loss.use_task_rewards:
+            return 1.0
+        steps = loss.distillation_loss_coef_decay_steps
+        return loss.distillation_loss_coef * (1.0 if steps is None else max(0.0, 1.0 - (step - 1) / steps))

@@ -37,7 +37,7 @@ class ActorWorker(ModelRole):
         load_custom(config.algorithm.custom_path)
         shared, self.loss_mode, self.seed = config.actor_rollout_ref, config.policy_loss, config.trainer.seed
         actor, rollout = self.config, self._rollout = shared.actor, shared.rollout
-        self.distillation = config.distillation
+        self.distillation, self._teachers_weight = config.distillation, 1.0
         self._generator = keyed_generator(self.seed)  # of losses that draw; a new one for each update
         self._log_prob_limits = {"max_tokens": rollout.log_prob_max_token_len_per_gpu, "max_rows": rollout.max_rows}
         self._store: TCPStore | None = None
@@ -72,6 +72,7 @@ class ActorWorker(ModelRole):
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self.data_parallel_rank)
+        self._teachers_weight = self.distillation.coefficient(meta["global_step"])
         options: dict[str, Any] = {
             "max_tokens": config.ppo_max_token_len_per_gpu,
             "max_rows": config.max_rows,
@@ -136,7 +137,7 @@ class ActorWorker(ModelRole):
         """The loss of advantages, those of the task and those that the teacher's judgement of a token is."""
         advantages = rows["advantages"]
         if self.distillation.as_advantage:
-            signal = -self.distillation.coefficient * self._divergence({"log_probs": log_probs.detach()}, rows)
+            signal = -self._teachers_weight * self._divergence({"log_probs": log_probs.detach()}, rows)
             advantages = signal if self.distillation.replaces_advantages else advantages + signal
         counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
         pg_loss, metrics = algorithms.policy_loss(
@@ -194,7 +195,7 @@ class ActorWorker(ModelRole):
         if teach.enabled and not teach.as_reward:
             gap = self._divergence(outputs, rows)
             distance = algorithms.aggregate_loss(gap, *aggregate)
-            loss = loss if teach.as_advantage else loss + teach.coefficient * distance
+            loss = loss if teach.as_advantage else loss + self._teachers_weight * distance
             metrics["actor/distillation/loss"] = distance.detach()
         metrics["loss"] = loss.detach()
         if "rollout_log_probs" in rows:  # the weights are still those that sampled: measure the gap

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from valor.config.engine import BackboneConfig
+from valor.config.engine import BackboneConfig, CheckpointConfig
 from valor.data.batch import Batch
 from valor.engines.base import LossFn, TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
@@ -105,7 +105,7 @@ class ModelRole:
         """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
         with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.save(directory)
-            if "hf_model" in self._section.checkpoint.save_contents:
+            if "hf_model" in getattr(self._section, "checkpoint", CheckpointConfig()).save_contents:
                 engine.export(directory / MODEL_CONFIG_DIR)
 
     @Dispatch("all")

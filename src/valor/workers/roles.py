@@ -26,8 +26,9 @@ class Role:
 
     worker: the class of its ranks, built from the configuration, RunFacts, and its number in `members`. section: its
     part of the configuration. wanted: whether a run has the role. steps: in how many of a run's steps it learns, over
-    which learning rates are scheduled; None: it does not train, and can be built again after a death. movable:
-    `resource_pools` may give it processes of its own. members: how many of them there are side by side, each a role.
+    which learning rates are scheduled; None: it does not train. changes: whether its weights change, so that they are
+    part of a checkpoint and it cannot be built again after a death. movable: `resource_pools` may give it processes of
+    its own. members: how many of them there are side by side, each a role.
     kinds: classes in place of `worker`, by the section's `kind`.
     """
 
@@ -35,13 +36,10 @@ class Role:
     section: Callable[[PPOConfig], Any]
     wanted: Callable[[PPOConfig], bool] = lambda config: True
     steps: Callable[[PPOConfig, int], int] | None = None
+    changes: Callable[[PPOConfig], bool] = lambda config: False
     movable: bool = True
     members: Callable[[PPOConfig], int] = lambda config: 1
     kinds: Mapping[str, type] = field(default_factory=dict)
-
-    @property
-    def trains(self) -> bool:
-        return self.steps is not None
 
     def names(self, config: PPOConfig, name: str) -> list[str]:
         """`name`, `name_2`, …: one for each member."""
@@ -63,6 +61,7 @@ ROLES: dict[str, Role] = {  # in building order: a rollout beside the actor live
         TeacherWorker,
         lambda config: config.distillation,
         wanted=lambda config: config.distillation.enabled and bool(config.distillation.models),
+        changes=lambda config: config.distillation.moves,
         members=lambda config: len(config.distillation.models),
     ),
     "critic": Role(
@@ -98,5 +97,5 @@ def role_specs(
         for member, name in enumerate(row.names(config, role)) if row.wanted(config) else ():
             arguments = {"config": config, "facts": facts} | ({"member": member} if member else {})
             worker = row.kinds.get(getattr(row.section(config), "kind", ""), row.worker)
-            specs[name] = RoleSpec(worker, arguments, replaceable=not row.trains)
+            specs[name] = RoleSpec(worker, arguments, replaceable=row.steps is None and not row.changes(config))
     return specs

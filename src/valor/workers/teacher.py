@@ -1,4 +1,4 @@
-"""A teacher: a frozen policy that scores what the actor has sampled, token by token or by whole distributions."""
+"""A teacher: a policy that scores what the actor has sampled, token by token or by whole distributions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +29,15 @@ class TeacherWorker(ModelRole):
         self._temperature = teacher.temperature
         self._limits = {"max_tokens": section.log_prob_max_token_len_per_gpu, "max_rows": section.max_rows}
         super().__init__(context, section, model, partial(load_policy, model), trainable=False)
+        if teacher.update_rate is not None:
+            of_teacher, of_policy = (
+                [p.shape for p in x.module.parameters()] for x in (self.engine, context.roles["actor"].engine)
+            )
+            if of_teacher != of_policy:
+                raise UserError(
+                    f"the teacher '{model.path}' has other weights than the policy, and update_rate moves each to the "
+                    "policy's: give it the policy's own model, or drop update_rate"
+                )
         packs: Any = context.roles["actor"].engine.module.packed if section.of_distributions else False
         if packs and not self.engine.module.packed:
             raise UserError(
@@ -42,6 +51,12 @@ class TeacherWorker(ModelRole):
         with self.on_device() as engine:
             out = engine.forward(batch.select(ROW_FIELDS), **self._limits, temperature=batch.meta["temperature"])
         return Batch({"teacher_log_probs": out["log_probs"]})
+
+    @Dispatch("all")
+    def follow(self, rate: float) -> None:
+        """Move the weights this share of the way to those of the actor beside it."""
+        with self._context.roles["actor"].on_device() as policy, self.on_device() as engine:
+            engine.approach(policy, rate)
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:

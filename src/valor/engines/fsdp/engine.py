@@ -177,6 +177,14 @@ class FSDPEngine(TrainingEngine):
     def without_adapters(self) -> AbstractContextManager[None]:
         return adapters_off(self.module.hf)
 
+    @torch.no_grad()
+    def approach(self, other: FSDPEngine, rate: float) -> None:
+        """Move each weight this share of the way to that of `other`, a model of the same shapes and sharding."""
+        self._reshard()
+        other._reshard()
+        for weight, target in zip(self.module.parameters(), other.module.parameters(), strict=True):
+            cast(DTensor, weight).to_local().lerp_(cast(DTensor, target).to_local(), rate)
+
     @property
     def checkpoint_bytes(self) -> int:
         return checkpoint.size(self.module, self.optimizer)

@@ -80,11 +80,53 @@ class Teachers(Phase):
         )
         by = f" by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
         form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
-        beside = f"{teach.coefficient:g} x beside the task's reward" if loss.use_task_rewards else "alone"
+        decay = loss.distillation_loss_coef_decay_steps
+        falling = f", falling to 0 over {decay} steps" if decay else ""
+        beside = f"{teach.coefficient(1):g} x beside the task's reward{falling}" if loss.use_task_rewards else "alone"
         return f"{names}{by}; {loss.loss_mode} is {form}, {beside}"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        return Batch({TEACHER: routed(batch, self.config.distillation)}), {}
+        """Metrics: `distillation/coefficient`, the teachers' weight beside the task, where it falls."""
+        teach = self.config.distillation
+        falls = teach.distillation_loss.distillation_loss_coef_decay_steps is not None
+        return Batch({TEACHER: routed(batch, teach)}), {
+            "distillation/coefficient": teach.coefficient(step)
+        } if falls else {}
+
+
+class MovingTeachers(Phase):
+    """Teachers with an `update_rate` move towards the policy, as the last step has left it."""
+
+    name = "moving_teachers"
+    timer = "teacher"
+    role = "teacher"
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.distillation.moves
+
+    @classmethod
+    def contradictions(cls, config: PPOConfig) -> Iterator[str]:
+        at, policy = "distillation.teacher_models.<name>.update_rate", config.actor_rollout_ref
+        yield from where_true(
+            {
+                f"{at} needs the policy in the same processes: drop distillation.nnodes": any(
+                    "teacher" in pool.roles for pool in config.pools.values()
+                ),
+                f"{at} follows all weights of a policy, and here adapters are trained: set actor_rollout_ref.model."
+                "lora_rank=0": policy.model.lora_rank > 0,
+                f"{at} is for actor_rollout_ref.actor.strategy=fsdp": policy.actor.strategy == "megatron",
+                f"{at}: bfloat16 weights would round small moves away: set distillation.fsdp_config.model_dtype="
+                "float32": config.distillation.fsdp_config.model_dtype != "float32",
+            }
+        )
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        teachers = self.config.distillation.teacher_models.values()
+        for role, teacher in zip(teacher_names(self.config), teachers, strict=True):
+            if teacher.update_rate is not None:
+                self.resources.roles[role].follow(teacher.update_rate)
+        return Batch(), {}
 
 
 class TeacherLogProbs(Phase):

@@ -9,6 +9,7 @@ from valor.trainer.phases.base import Phase
 from valor.trainer.phases.branches import Branches
 from valor.trainer.phases.critic_prompts import CriticPrompts
 from valor.trainer.phases.distillation import (
+    MovingTeachers,
     SelfTeacherLogProbs,
     ServedTeacherLogProbs,
     TeacherLogProbs,
@@ -41,6 +42,7 @@ STANDARD: list[type[Phase]] = [
     OldLogProbMetrics,
     RolloutCorrection,
     ReferenceLogProbs,
+    MovingTeachers,
     Teachers,
     TeacherLogProbs,
     SelfTeacherLogProbs,
