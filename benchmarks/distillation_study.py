@@ -37,10 +37,16 @@ TEACH = [
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
 ]
 WHOLE = "distillation.distillation_loss.loss_mode=reverse_kl"
-SELF = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
 # Samples a step, and steps at most.
-SIZES = {"grpo": {256: 20, 64: 30, 16: 60, 8: 80}, "teacher": {32: 20, 8: 40, 4: 60}}
-SIZES |= {"two": SIZES["teacher"], "self": SIZES["teacher"]}
+SIZES = {"grpo": {256: 20, 64: 30, 16: 60}, "teacher": {32: 20, 8: 40, 4: 60}}
+SIZES |= dict.fromkeys(("two", "self", "token", "to_go", "critic"), SIZES["teacher"])
+# The sampled token's log ν − log π as its advantage, or as its reward: summed to the end, without and with a critic.
+SIGNAL = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
+FORMS = {
+    "token": SIGNAL,
+    "to_go": [*SIGNAL, "distillation.distillation_loss.signal=reward", "algorithm.adv_estimator=reinforce_plus_plus"],
+    "critic": [*SIGNAL, "distillation.distillation_loss.signal=reward", "trainer.critic_warmup=0"],
+}
 
 
 def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
@@ -61,8 +67,9 @@ def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
             return arithmetic.demonstration(rng, a, b)
         return _chat(f"{arithmetic.question(a, b)}{a + b}=", arithmetic.worked_answer(a, b))
 
-    arithmetic.write_demonstrations(files, 16_000, 256, hinted)
-    _done(sft([*sft_overrides(out / "model", files, out / "sft", seed), "data.max_length=24"]))
+    arithmetic.write_demonstrations(files, 32_000, 256, hinted)
+    longer = ["data.max_length=24", "trainer.total_training_steps=1200"]
+    _done(sft([*sft_overrides(out / "model", files, out / "sft", seed), *longer]))
     _done(ppo([*ppo_overrides(start, files, out / "taught", "ppo", seed), *QUIET]))
     for half in ("low", "high"):
         own = arithmetic.DataFiles.of(out / half)
@@ -98,10 +105,11 @@ def settings(arm: str, out: Path, samples: int) -> list[str]:
         return [f"data.train_batch_size={samples // 8}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples // 8}"]
     batch = [f"data.train_batch_size={samples}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples}"]
     if arm == "self":
-        return [*TEACH, *batch, *SELF, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
-    if arm == "teacher":
-        path = out / "taught" / "huggingface" / "actor"
-        return [*TEACH, *batch, WHOLE, f"distillation.teacher_models.one.model_path={path}"]
+        return [*TEACH, *batch, *SIGNAL, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
+    if arm != "two":
+        one = f"distillation.teacher_models.one.model_path={out / 'taught' / 'huggingface' / 'actor'}"
+        critic = [f"critic.ppo_mini_batch_size={samples}"] * (arm == "critic")
+        return [*TEACH, *batch, *critic, one, *FORMS.get(arm, [WHOLE])]
     two = [
         f"distillation.teacher_models.{half}={{key: {half}, model_path: {out / half / 'huggingface' / 'actor'}}}"
         for half in ("low", "high")
@@ -117,7 +125,7 @@ def run(arm: str, samples: int, rate: str, out: Path, seed: int) -> None:
         return
     steps = [f"trainer.total_training_steps={SIZES[arm][samples]}", "trainer.test_freq=1"]
     optimizer = [f"actor_rollout_ref.actor.optim.lr={rate}"]
-    base = ppo_overrides(start, files, folder, "grpo", seed)
+    base = ppo_overrides(start, files, folder, "ppo" if arm == "critic" else "grpo", seed)
     _done(ppo([*base, *settings(arm, out, samples), *steps, *optimizer, *QUIET]))
     (folder / "done").touch()
 
@@ -171,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation_study"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rates", nargs="+", default=["1e-4", "3e-4"])
+    parser.add_argument("--rates", nargs="+", default=["5e-5", "1e-4"])
     parser.add_argument("--arms", nargs="+", default=list(SIZES))
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()

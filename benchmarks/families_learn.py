@@ -74,7 +74,7 @@ def learn(kind: str, out: Path, seed: int) -> list[dict[str, Any]]:
                 "algorithm": algorithm,
                 "before": f"{before.validation:.3f}",
                 "after": f"{after.validation:.3f}",
-                "rollout against training, mean Δ log p": f"{last['training/rollout_probs_diff_mean']:.1e}",
+                "rollout against training, mean Δ of a probability": f"{last['training/rollout_probs_diff_mean']:.1e}",
             }
         )
     return rows
