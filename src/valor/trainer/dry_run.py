@@ -9,7 +9,7 @@ from typing import Any
 
 from valor.collector.inputs import RunInputs, check_positions
 from valor.config import CriticRunConfig, EvalConfig, PPOConfig, RMConfig, SupervisedConfig, held_out
-from valor.data.files import count_rows, read_records
+from valor.data.files import read_records
 from valor.data.sampler import PromptSampler
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import UserError
@@ -21,6 +21,7 @@ from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
 from valor.trainer.phases.critic_prompts import check_critic_prompts
+from valor.trainer.plan import num_rows
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
 from valor.trainer.teachers import check_routes
@@ -102,24 +103,15 @@ def _on_few_rows(config: Any) -> Any:
     """The same run on the first rows of its data; with batches of one row where these are not all."""
     limits = {name: getattr(config.data, name) for name in ("train_max_samples", "val_max_samples")}
     few = {name: min(limit, _ROWS) if limit > 0 else _ROWS for name, limit in limits.items()}
-    size = config.data.train_batch_size if _num_rows(config) <= _ROWS else 1
+    size = config.data.train_batch_size if (num_rows(config) or sys.maxsize) <= _ROWS else 1
     data = config.data.model_copy(update={**few, "shuffle": False, "train_batch_size": size, "gen_batch_size": None})
     return config.model_copy(update={"data": data})
 
 
 def _check_batch(config: Any) -> None:
     """UserError: the training files have fewer rows than a batch."""
-    if config.data.train_files and getattr(config.data, "taskset", None) is None:
-        PromptSampler(_num_rows(config), config.data.train_batch_size)
-
-
-def _num_rows(config: Any) -> int:
-    """Rows of the training files, as many as are used; of a class of the user's own, any number."""
-    own_class = getattr(getattr(config.data, "custom_cls", None), "path", None)
-    if own_class is not None or getattr(config.data, "taskset", None) is not None:
-        return sys.maxsize
-    rows, limit = sum(map(count_rows, config.data.train_files)), config.data.train_max_samples
-    return min(rows, limit) if limit > 0 else rows
+    if config.data.train_files and (rows := num_rows(config)) is not None:
+        PromptSampler(rows, config.data.train_batch_size)
 
 
 def _check_folder(folder: Path) -> None:

@@ -22,6 +22,8 @@ from valor.config import (
 )
 from valor.config.describe import show
 from valor.config.tree import flatten
+from valor.data.files import count_rows
+from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.checks import inert_settings
 from valor.trainer.phases.standard import phases_of
@@ -66,11 +68,34 @@ def _rows(config: PPOConfig | SupervisedConfig) -> Rows:
         yield "batch", f"{size:,} {unit} per update, each text at most {longest:,} tokens"
     elif not isinstance(config, CriticRunConfig):
         yield from _ppo_rows(config)
-    steps, epochs = trainer.total_training_steps, _count(trainer.total_epochs, "epoch")
-    by_epochs = f"{epochs} x ({unit} in the training data / {data.train_batch_size:,}) steps"
-    yield "length", by_epochs if steps is None else _count(steps, "step")
+    yield "length", _length(config, unit)
     yield "training data", getattr(data, "taskset", None) or _and(*files)
     yield "validation", _validation(config)
+
+
+def num_rows(config: PPOConfig | SupervisedConfig) -> int | None:
+    """Rows of the training files, as many as are used; None: they come from a class of the user's, or a task set.
+    UserError: a file cannot be read."""
+    own_class = getattr(getattr(config.data, "custom_cls", None), "path", None)
+    if own_class is not None or getattr(config.data, "taskset", None) is not None:
+        return None
+    rows, limit = sum(map(count_rows, config.data.train_files)), config.data.train_max_samples
+    return min(rows, limit) if limit > 0 else rows
+
+
+def _length(config: PPOConfig | SupervisedConfig, unit: str) -> str:
+    trainer, size = config.trainer, config.data.train_batch_size
+    if trainer.total_training_steps is not None:
+        return _count(trainer.total_training_steps, "step")
+    epochs = _count(trainer.total_epochs, "epoch")
+    try:
+        rows = None if isinstance(config, CriticRunConfig) else num_rows(config)
+    except UserError:  # that a file is missing is said by itself
+        rows = None
+    if rows is None:
+        return f"{epochs} x ({unit} in the training data / {size:,}) steps"
+    steps = _count(trainer.total_epochs * (rows // size), "step")
+    return f"{steps}: {epochs} of {_count(rows, unit.removesuffix('s'))}, {size:,} at a time"
 
 
 def _critic_rows(config: CriticRunConfig) -> Rows:

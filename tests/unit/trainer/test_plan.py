@@ -169,3 +169,12 @@ def test_who_plays_episodes_with_what_and_how_far():
     searched = row(plan(load(["do_search=true", "max_turns=4"]).config), "episodes")
     assert "searches in http://127.0.0.1:8000/retrieve, at most 5 turns" in searched
     assert "\nepisodes" not in plan(load([]).config)
+
+
+def test_the_length_counts_the_rows_that_are_there(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "p{i}", "answer": "a"}}\n' for i in range(70)))
+    keys = [f"data.train_files={file}", "data.train_batch_size=32", "trainer.total_epochs=3"]
+    assert row(plan(load(keys).config), "length") == "6 steps: 3 epochs of 70 prompts, 32 at a time"
+    few = plan(load([*keys, "data.train_max_samples=33"]).config)
+    assert row(few, "length") == "3 steps: 3 epochs of 33 prompts, 32 at a time"
