@@ -250,7 +250,8 @@ class TeacherServer:
             ids = self.tokenizer(ids)["input_ids"] + ([5] if self.fault == "other tokenizer" else [])
         with torch.no_grad():
             table = self.hf(torch.tensor([ids])).logits[0].log_softmax(-1)
-        numbers = [None, *(float(table[i, token]) for i, token in enumerate(ids[1:])), float(table[-1].max())]
+        sampled = float(table[-1, self.requests % 5])
+        numbers = [None, *(float(table[i, token]) for i, token in enumerate(ids[1:])), sampled]
         if self.fault == "refuses" or self.requests >= self.refuses_from:
             return 400, {"message": "prompt logprobs are off"}
         return 200, {"choices": [{"logprobs": None if self.fault == "silent" else {"token_logprobs": numbers}}]}

@@ -21,6 +21,7 @@ import pytest
 import torch
 from ranks import free_port
 from runs import read_metrics
+from test_distillation_runs import ALONE, ONE_UPDATE, SIGNAL, make_teacher
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from two_turns import settings
@@ -163,6 +164,20 @@ def sync(engine: ServerEngine, model: PreTrainedModel, version: int, without: st
 PROMPT = torch.randint(3, 260, (100,), generator=torch.Generator().manual_seed(1)).tolist()
 PARAMS = [SamplingParams(max_tokens=12, temperature=temperature) for temperature in (0.7, 1.3, 0.0)]
 WORK = [Request(f"r{i}", PROMPT[: 100 - i % 2], PARAMS[i % 3], (7, i)) for i in range(9)]
+
+
+def test_it_teaches_as_the_same_model_that_is_loaded(server, tiny, overrides, tmp_path):
+    """Before any update of it: the log-probs that vLLM gives of prompts are the teacher's."""
+    student = make_teacher(tiny["model"], tmp_path / "student", 5)
+    runs = []
+    for name, of in (("here", f"model_path={server.folder}"), ("served", f"url={server.url}")):
+        teach = ["distillation.enabled=true", f"distillation.teacher_models.one.{of}", *SIGNAL, *ALONE, *ONE_UPDATE]
+        assert main(overrides(tmp_path / name, f"actor_rollout_ref.model.path={student}", *teach)) == 0
+        runs.append(read_metrics(tmp_path / name)[1])
+    here, there = runs
+    assert here["distillation/reverse_kl"] > 0.01
+    for key in ("distillation/reverse_kl", "actor/distillation/loss", "actor/grad_norm"):
+        assert there[key] == pytest.approx(here[key], rel=1e-4), key
 
 
 def test_log_probs_are_the_trainers_after_every_update(server, engine):
