@@ -1,14 +1,17 @@
 """Sampled tokens until the demo's task is solved: by a teacher, by two half-knowing ones, by oneself, and by GRPO.
 
-    python benchmarks/distillation_study.py --out runs/distillation_study [--seeds 5]
-    python benchmarks/distillation_study.py --out runs/distillation_study --write benchmarks/results/distillation.md
+    python benchmarks/distillation_study.py --out runs/distillation_study [--seeds 8] [--write PAGE]
 
 Each seed has its own model, sums and warm start (a teacher who often forgets the carry). The student starts there in
-every arm. Its teacher is what PPO makes of the same start in `valor demo`; the half-knowing ones are right where the
-first number is below 55, or where it is not, and else always forget the carry; `self` has no teacher and no reward: the
-policy scores its answers as if its prompt had named the result, which the warm start has seen (in all arms).
-An arm is run with several numbers of samples a step, one update each (GRPO eight to a prompt), and validated after each
-step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation that reaches 0.99.
+every arm. Its teacher is what GRPO makes of the same start; the half-knowing ones are right where the first number is
+below 55, or where it is not, and else always forget the carry; `self` has no teacher and no reward: the policy scores
+its answers as if its prompt had named the result, which the warm start has seen (in all arms). `teacher` compares whole
+distributions (reverse KL). `token`, `to_go` and `critic` know log ν of sampled tokens alone: as the token's advantage,
+as rewards summed to the end, and the same with a critic's values as the baseline (GAE).
+
+A run is validated after each step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation
+that reaches 0.99. Seed 0 tunes, with the same number of settings for each arm: samples a step (one update each, GRPO
+eight to a prompt) and the learning rate; the seeds after it are scored with each arm's best.
 """
 
 from __future__ import annotations
@@ -38,8 +41,11 @@ TEACH = [
 ]
 WHOLE = "distillation.distillation_loss.loss_mode=reverse_kl"
 # Samples a step, and steps at most.
-SIZES = {"grpo": {256: 20, 64: 30, 16: 60}, "teacher": {32: 20, 8: 40, 4: 60}}
-SIZES |= dict.fromkeys(("two", "self", "token", "to_go", "critic"), SIZES["teacher"])
+SIZES = {"grpo": {256: 12, 64: 15, 16: 30, 8: 40}}
+for _arm in ("teacher", "two", "self", "token", "to_go", "critic"):
+    SIZES[_arm] = {32: 15, 8: 20, 4: 30, 2: 40}
+RATES = ["1e-4", "2e-4"]
+TAUGHT = "grpo-64-1e-4"  # the run that makes the teacher
 # The sampled token's log ν − log π as its advantage, or as its reward: summed to the end, without and with a critic.
 SIGNAL = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
 FORMS = {
@@ -70,7 +76,6 @@ def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
     arithmetic.write_demonstrations(files, 32_000, 256, hinted)
     longer = ["data.max_length=24", "trainer.total_training_steps=1200"]
     _done(sft([*sft_overrides(out / "model", files, out / "sft", seed), *longer]))
-    _done(ppo([*ppo_overrides(start, files, out / "taught", "ppo", seed), *QUIET]))
     for half in ("low", "high"):
         own = arithmetic.DataFiles.of(out / half)
 
@@ -107,7 +112,7 @@ def settings(arm: str, out: Path, samples: int) -> list[str]:
     if arm == "self":
         return [*TEACH, *batch, *SIGNAL, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
     if arm != "two":
-        one = f"distillation.teacher_models.one.model_path={out / 'taught' / 'huggingface' / 'actor'}"
+        one = f"distillation.teacher_models.one.model_path={out / 'runs' / TAUGHT / 'huggingface' / 'actor'}"
         critic = [f"critic.ppo_mini_batch_size={samples}"] * (arm == "critic")
         return [*TEACH, *batch, *critic, one, *FORMS.get(arm, [WHOLE])]
     two = [
@@ -142,54 +147,61 @@ def tokens_to_goal(folder: Path, samples: int) -> tuple[float, float, float]:
     return reached, scores[0], scores[-1]
 
 
-def table(out: Path, seeds: int, rates: list[str]) -> str:
+def tokens(out: Path, arm: str, samples: int, rate: str, seed: int) -> tuple[float, float, float]:
+    return tokens_to_goal(out / str(seed) / "runs" / f"{arm}-{samples}-{rate}", samples)
+
+
+def best(out: Path, arm: str) -> tuple[int, str]:
+    """The arm's samples a step and rate that needed the fewest tokens with seed 0."""
+    return min(((n, rate) for n in SIZES[arm] for rate in RATES), key=lambda pair: tokens(out, arm, *pair, 0)[0])
+
+
+def table(out: Path, seeds: range) -> str:
     lines = [
-        "| arm | samples a step | learning rate | before | after | seeds at 0.99 | tokens to 0.99, median (all) "
-        "| GRPO's best / this, median (95 %) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | samples a step | learning rate | before | after | seeds at 0.99 | tokens to 0.99, median "
+        "| by seed | GRPO's / this, median (95 %) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    cells = {
-        (arm, samples, rate): [
-            tokens_to_goal(out / str(seed) / "runs" / f"{arm}-{samples}-{rate}", samples) for seed in range(seeds)
-        ]
-        for arm, sizes in SIZES.items()
-        for samples in sizes
-        for rate in rates
-        if all((out / str(seed) / "runs" / f"{arm}-{samples}-{rate}" / "done").exists() for seed in range(seeds))
-    }
-    best = [min(values[seed][0] for key, values in cells.items() if key[0] == "grpo") for seed in range(seeds)]
-    for (arm, samples, rate), values in cells.items():
-        tokens = [reached for reached, _, _ in values]
-        ratios = [b / t for b, t in zip(best, tokens, strict=True)]
-        interval = "-"
-        if len(ratios) > 2 and min(ratios) > 0:
-            low, high = stats.bootstrap((ratios,), statistics.median, vectorized=False, rng=0).confidence_interval
-            interval = f"{statistics.median(ratios):.1f} ({low:.1f} to {high:.1f})"
-        every = ", ".join("never" if t == float("inf") else f"{t:,.0f}" for t in tokens)
+    of_grpo = [tokens(out, "grpo", *best(out, "grpo"), seed)[0] for seed in seeds]
+    for arm in SIZES:
+        samples, rate = best(out, arm)
+        values = [tokens(out, arm, samples, rate, seed) for seed in seeds]
+        reached = [value[0] for value in values]
+        every = ", ".join("never" if t == float("inf") else f"{t:,.0f}" for t in reached)
         mean = [statistics.mean(value[i] for value in values) for i in (1, 2)]
-        solved = sum(t < float("inf") for t in tokens)
+        solved = f"{sum(t < float('inf') for t in reached)} of {len(seeds)}"
         lines.append(
-            f"| {arm} | {samples} | {rate} | {mean[0]:.2f} | {mean[1]:.3f} | {solved} of {seeds} "
-            f"| {statistics.median(tokens):,.0f} ({every}) | {interval} |"
+            f"| {arm} | {samples} | {rate} | {mean[0]:.2f} | {mean[1]:.3f} | {solved} "
+            f"| {statistics.median(reached):,.0f} | {every} | {ratio(of_grpo, reached)} |"
         )
     return "\n".join(lines)
+
+
+def ratio(of_grpo: list[float], reached: list[float]) -> str:
+    """Median of the seeds' ratios and its bootstrap interval; a seed that never reaches the goal counts as 0."""
+    ratios = [0.0 if b == float("inf") else a / b for a, b in zip(of_grpo, reached, strict=True)]
+    if len(ratios) < 3 or float("inf") in ratios or len({*ratios}) == 1:
+        return "-"
+    low, high = stats.bootstrap((ratios,), statistics.median, vectorized=False, rng=0).confidence_interval
+    return f"{statistics.median(ratios):.1f} ({low:.1f} to {high:.1f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation_study"))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rates", nargs="+", default=["5e-5", "1e-4"])
-    parser.add_argument("--arms", nargs="+", default=list(SIZES))
+    parser.add_argument("--seeds", type=int, default=8, help="scored ones, after seed 0")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    if not arguments.write:
-        for seed in range(arguments.seeds):
-            for arm in arguments.arms:
-                for samples in SIZES[arm]:
-                    for rate in arguments.rates:
-                        run(arm, samples, rate, arguments.out / str(seed), seed)
-    text = table(arguments.out, arguments.seeds, arguments.rates)
+    out, seeds = arguments.out, range(1, arguments.seeds + 1)
+    for arm in SIZES:
+        for samples in SIZES[arm]:
+            for rate in RATES:
+                run(arm, samples, rate, out / "0", 0)
+    for seed in seeds:
+        run("grpo", 64, "1e-4", out / str(seed), seed)
+        for arm in SIZES:
+            run(arm, *best(out, arm), out / str(seed), seed)
+    text = table(out, seeds)
     print(text)
     if arguments.write:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

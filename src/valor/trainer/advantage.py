@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.algorithms.scan import returns_to_go
 from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
 from valor.config import AlgorithmConfig, PPOConfig
@@ -30,7 +31,8 @@ def compute_advantages(
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
     sample whose grader failed has in each reward component. `metrics` gains what the estimator reports. Where
-    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `gae_unit=turn` the batch
+    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. Beside an estimator without a
+    critic the returns of a batch with `values` are those that a critic learns. With `gae_unit=turn` the batch
     gains `value_mask` [B, T]: 1 at the first policy token of each turn, where alone the critic has a target.
     """
     tensors, name, inputs = batch.tensors, config.adv_estimator, _inputs(batch, config, error_score, metrics)
@@ -45,11 +47,23 @@ def compute_advantages(
     elif "reward_missing" in batch:
         how: dict[str, Any] = {"missing_reward": config.missing_reward, "flip": config.reward_mask_flip_adv_when_masked}
         how["missing"] = tensors["reward_missing"]
-        return algorithms.advantages_with_missing_rewards(name, **{**inputs, **how, **whitening})[:2]
+        advantages, returns, _ = algorithms.advantages_with_missing_rewards(name, **{**inputs, **how, **whitening})
     else:
         advantages, returns = algorithms.compute_advantages(name, **inputs)
+    entry = algorithms.ADVANTAGES[name]
+    if inputs["values"] is not None and entry.builtin and not entry.capability.needs_critic:
+        returns = _outcomes(batch, config)
     branched = tensors.get("branch_mask")
     return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
+
+
+def _outcomes(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """[B, T] rewards to go: what a critic learns beside an estimator that compares samples and reads no values."""
+    rewards, mask = batch["token_level_rewards"], batch["response_mask"]
+    if "reward_missing" in batch:
+        lost = batch["reward_missing"]
+        rewards = algorithms.apply_missing_reward(rewards, mask, lost, config.missing_reward, batch["values"])
+    return returns_to_go(rewards, mask, config.gamma)
 
 
 def _inputs(

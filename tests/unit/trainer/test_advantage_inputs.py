@@ -65,6 +65,20 @@ def test_a_critic_whose_value_is_the_reward_learns_at_all_tokens_whatever_the_un
     assert all(map(torch.equal, found, expected)) and "value_mask" not in batch
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "remax", "opo"])
+def test_a_critic_beside_an_estimator_without_one_learns_outcomes(name):
+    """And not the comparison with other samples, which says nothing of how good a state is."""
+    baselines = {"reward_baselines": torch.tensor([0.25, 0.25])}
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.5)
+    advantages, returns = compute_advantages(two_rows(**baselines), config)
+    assert returns.tolist() == [[0.25, 0.5, 1.0], [0.0, 0.0, 0.0]]
+    without = Batch({k: v for k, v in two_rows(**baselines).tensors.items() if k != "values"}, two_rows().objects)
+    assert torch.equal(compute_advantages(without, config)[0], advantages)
+    lost = two_rows(**baselines, reward_missing=torch.tensor([True, False]))
+    by_value = AlgorithmConfig(adv_estimator="grpo", reward_mask_ratio=0.5, missing_reward="bootstrap")
+    assert compute_advantages(lost, by_value)[1][0].tolist() == pytest.approx([0.4] * 3)
+
+
 def test_length_adaptive_lambda_reaches_gae():
     config = AlgorithmConfig(adaptive_lam_alpha=1.0, adv_whitening="none")
     advantages, _ = compute_advantages(two_rows(), config)
