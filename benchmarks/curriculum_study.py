@@ -3,7 +3,7 @@
     python benchmarks/curriculum_study.py --out runs/curriculum [--seeds 8] [--write benchmarks/results/curriculum.md]
 
 Of 640 sums eight in ten have no carry (the warm start has them right), one has a carry (it mostly forgets it), and one
-has a wrong result for its truth, which nothing reaches. GRPO, 16 prompts of 8 samples a step, two updates, from one
+has a wrong result for its truth, which nothing reaches. GRPO, 16 prompts of 8 samples a step, one update, from one
 warm start; seeds draw rows and samples. Validated after each step, greedily, on 128 unseen sums with a carry. Tokens
 are all that were sampled up to the first validation that reaches 0.9, those of dropped groups too.
 
@@ -32,7 +32,7 @@ from valor.lab.demo import sft_overrides
 from valor.lab.sweep import main as sweep
 from valor.trainer.main_sft import main as sft
 
-GOAL, STEPS, CONTROL = 0.9, 40, "epochs"
+GOAL, STEPS, CONTROL = 0.9, 50, "epochs"
 ACCURACY = f"val-core/{arithmetic.DATA_SOURCE}/reward/mean@1"
 BY_DIFFICULTY = {"data.sampler.difficulty.enable": True}
 ARMS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "dynamic": {  # to the end of the others it would look for groups that differ, which there are no more
         "algorithm.filter_groups.enable": True,
         "algorithm.filter_groups.max_num_gen_batches": 0,
-        "trainer.total_training_steps": 8,
+        "trainer.total_training_steps": 20,
     },
     "difficulty": BY_DIFFICULTY,
     "critic": {
@@ -98,7 +98,8 @@ def sweep_of(out: Path, seeds: int, parallel: int) -> dict[str, Any]:
         "data.val_files": str(files.val),
         "data.train_batch_size": 16,
         "actor_rollout_ref.model.path": str(start),
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.optim.lr": 5e-5,
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": 1,
         "trainer.report": False,
