@@ -47,8 +47,8 @@ test-long: $(VENV)/.installed  ## what takes minutes and `make test` leaves out,
 test-gpu: $(VENV)/.installed  ## what only GPUs can show, at most 10 minutes on one; elsewhere each test says why it is skipped
 	$(BIN)/python -m pytest tests/gpu -m gpu
 
-test-faults: $(VENV)/.installed  ## the fault suite: KILLS=210 SIGKILLs by SEED=0, and its table in docs/reliability.md
-	VALOR_KILLS=$(KILLS) VALOR_FAULT_SEED=$(SEED) VALOR_FAULT_TABLE=docs/reliability.md $(BIN)/python -m pytest \
+test-faults: $(VENV)/.installed  ## the fault suite: KILLS=210 SIGKILLs by SEED=0, and its table in benchmarks/results/faults.md
+	VALOR_KILLS=$(KILLS) VALOR_FAULT_SEED=$(SEED) VALOR_FAULT_TABLE=benchmarks/results/faults.md $(BIN)/python -m pytest \
 		--timeout 3600 tests/faults tests/unit/sandbox/test_sandbox_attacks.py tests/unit/rewards/test_rewards_disturbed.py
 
 check: $(VENV)/.installed  ## lint, format and types

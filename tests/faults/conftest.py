@@ -1,4 +1,4 @@
-"""The fault suite: what it runs on, and its table in docs/reliability.md.
+"""The fault suite: what it runs on, and its table in benchmarks/results/faults.md.
 
 Environment: VALOR_KILLS, the number of SIGKILLs (a few without it); VALOR_FAULT_SEED, what decides when they come;
 VALOR_FAULT_TABLE, the page whose table is written anew. `make test-faults` sets all three. With VALOR_FAULT_MORE=1 the
