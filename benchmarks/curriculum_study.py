@@ -32,7 +32,7 @@ from valor.lab.demo import sft_overrides
 from valor.lab.sweep import main as sweep
 from valor.trainer.main_sft import main as sft
 
-GOAL, STEPS, CONTROL = 0.9, 50, "epochs"
+GOAL, STEPS, CONTROL = 0.9, 36, "epochs"
 ACCURACY = f"val-core/{arithmetic.DATA_SOURCE}/reward/mean@1"
 BY_DIFFICULTY = {"data.sampler.difficulty.enable": True}
 ARMS: dict[str, dict[str, Any]] = {
