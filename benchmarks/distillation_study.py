@@ -12,6 +12,10 @@ as rewards summed to the end, and the same with a critic's values as the baselin
 A run is validated after each step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation
 that reaches 0.99. Seed 0 tunes, with the same number of settings for each arm: samples a step (one update each, GRPO
 eight to a prompt) and the learning rate; the seeds after it are scored with each arm's best.
+
+`noise`: samples a step at which the gradient's noise is as large as the gradient (arXiv 1812.06162), tr Σ / |G|², of the
+start: |G|² + tr Σ / n is the mean squared norm of gradients of n samples, measured for n = 8 and 32 at learning rate 0,
+after the critic has had half of the steps.
 """
 
 from __future__ import annotations
@@ -135,6 +139,32 @@ def run(arm: str, samples: int, rate: str, out: Path, seed: int) -> None:
     (folder / "done").touch()
 
 
+NOISE_STEPS = {8: 80, 32: 40}
+
+
+def measure_noise(arm: str, out: Path, seed: int) -> None:
+    """Two runs at learning rate 0, unless they are there."""
+    files, start = prepare(out, seed)
+    for samples, steps in NOISE_STEPS.items():
+        folder = out / "runs" / f"noise-{arm}-{samples}"
+        if (folder / "done").exists():
+            continue
+        still = [f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr=0", "trainer.test_freq=-1"]
+        base = ppo_overrides(start, files, folder, "ppo" if arm == "critic" else "grpo", seed)
+        _done(ppo([*base, *settings(arm, out, samples), *still, "trainer.val_before_train=false", *QUIET]))
+        (folder / "done").touch()
+
+
+def noise(arm: str, out: Path) -> float:
+    squares = {}
+    for samples, steps in NOISE_STEPS.items():
+        text = (out / "runs" / f"noise-{arm}-{samples}" / "metrics.jsonl").read_text(encoding="utf-8")
+        norms = [row["actor/grad_norm"] for row in map(json.loads, text.splitlines()) if "actor/grad_norm" in row]
+        squares[samples] = statistics.fmean(norm**2 for norm in norms[steps // 2 :])
+    trace = (squares[8] - squares[32]) / (1 / 8 - 1 / 32)
+    return trace / max(squares[32] - trace / 32, 1e-12)
+
+
 def tokens_to_goal(folder: Path, samples: int) -> tuple[float, float, float]:
     """Sampled tokens up to the goal (infinite: never), accuracy before and after."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -159,8 +189,8 @@ def best(out: Path, arm: str) -> tuple[int, str]:
 def table(out: Path, seeds: range) -> str:
     lines = [
         "| arm | samples a step | learning rate | before | after | seeds at 0.99 | tokens to 0.99, median "
-        "| by seed | GRPO's / this, median (95 %) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| by seed | GRPO's / this, median (95 %) | noise, median (95 %) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     of_grpo = [tokens(out, "grpo", *best(out, "grpo"), seed)[0] for seed in seeds]
     for arm in SIZES:
@@ -172,18 +202,22 @@ def table(out: Path, seeds: range) -> str:
         solved = f"{sum(t < float('inf') for t in reached)} of {len(seeds)}"
         lines.append(
             f"| {arm} | {samples} | {rate} | {mean[0]:.2f} | {mean[1]:.3f} | {solved} "
-            f"| {statistics.median(reached):,.0f} | {every} | {ratio(of_grpo, reached)} |"
+            f"| {statistics.median(reached):,.0f} | {every} | {ratio(of_grpo, reached)} "
+            f"| {median([noise(arm, out / str(seed)) for seed in seeds]) if arm in FORMS else '-'} |"
         )
     return "\n".join(lines)
 
 
 def ratio(of_grpo: list[float], reached: list[float]) -> str:
     """Median of the seeds' ratios and its bootstrap interval; a seed that never reaches the goal counts as 0."""
-    ratios = [0.0 if b == float("inf") else a / b for a, b in zip(of_grpo, reached, strict=True)]
-    if len(ratios) < 3 or float("inf") in ratios or len({*ratios}) == 1:
-        return "-"
-    low, high = stats.bootstrap((ratios,), statistics.median, vectorized=False, rng=0).confidence_interval
-    return f"{statistics.median(ratios):.1f} ({low:.1f} to {high:.1f})"
+    return median([0.0 if b == float("inf") else a / b for a, b in zip(of_grpo, reached, strict=True)])
+
+
+def median(values: list[float]) -> str:
+    if len(values) < 3 or float("inf") in values or len({*values}) == 1:
+        return f"{statistics.median(values):.1f}"
+    low, high = stats.bootstrap((values,), statistics.median, vectorized=False, rng=0).confidence_interval
+    return f"{statistics.median(values):.1f} ({low:.1f} to {high:.1f})"
 
 
 def main() -> None:
@@ -201,6 +235,8 @@ def main() -> None:
         run("grpo", 64, "1e-4", out / str(seed), seed)
         for arm in SIZES:
             run(arm, *best(out, arm), out / str(seed), seed)
+        for arm in FORMS:
+            measure_noise(arm, out / str(seed), seed)
     text = table(out, seeds)
     print(text)
     if arguments.write:
