@@ -13,7 +13,7 @@ A run is validated after each step on 256 unseen sums, greedily. Tokens are the 
 that reaches 0.99. Seed 0 tunes, with the same number of settings for each arm: samples a step (one update each, GRPO
 eight to a prompt) and the learning rate; the seeds after it are scored with each arm's best.
 
-`noise`: samples a step at which the gradient's noise is as large as the gradient, tr Σ / |G|² (arXiv 1812.06162), at the
+`noise`: samples a step at which the noise of the gradient is as large as itself, tr Σ / |G|² (arXiv 1812.06162), at the
 start: |G|² + tr Σ / n is the mean squared norm of gradients of n samples, measured for n = 8 and 32 at learning rate 0,
 after the critic has had half of the steps.
 """
