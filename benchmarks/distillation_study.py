@@ -2,16 +2,16 @@
 
     python benchmarks/distillation_study.py --out runs/distillation_study [--seeds 8] [--write PAGE]
 
-Each seed has its own model, sums and warm start (a teacher who often forgets the carry). The student starts there in
-every arm. Its teacher is what GRPO makes of the same start; the half-knowing ones are right where the first number is
-below 55, or where it is not, and else always forget the carry; `self` has no teacher and no reward: the policy scores
-its answers as if its prompt had named the result, which the warm start has seen (in all arms). `teacher` compares whole
-distributions (reverse KL). `token`, `to_go` and `critic` know log ν of sampled tokens alone: as the token's advantage,
-as rewards summed to the end, and the same with a critic's values as the baseline (GAE).
+All arms begin at one warm start, of a teacher who often forgets the carry; seeds draw rows and samples. The teacher is
+what GRPO makes of that start; the half-knowing ones are right where the first number is below 55, or where it is not,
+and else always forget the carry; `self` has no teacher and no reward: the policy scores its answers as if its prompt
+had named the result, which the warm start has seen. `teacher` compares whole distributions (reverse KL). `token`,
+`to_go` and `critic` know log ν of sampled tokens alone: as the token's advantage, as rewards summed to the end, and the
+same with a critic's values as the baseline (GAE).
 
 A run is validated after each step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation
-that reaches 0.99. Seed 0 tunes, with the same number of settings for each arm: samples a step (one update each, GRPO
-eight to a prompt) and the learning rate; the seeds after it are scored with each arm's best.
+that reaches 0.99. The learning rate is the demo's; seed 0 chooses each arm's number of samples a step, of four (one
+update each, no warm-up; GRPO has eight to a prompt), and the seeds after it are scored.
 
 `noise`: samples a step at which the noise of the gradient is as large as itself, tr Σ / |G|² (arXiv 1812.06162), at the
 start: |G|² + tr Σ / n is the mean squared norm of gradients of n samples, measured for n = 8 and 32 at learning rate 0,
@@ -41,17 +41,16 @@ TEACH = [
     "distillation.enabled=true",
     "distillation.distillation_loss.use_task_rewards=false",
     "actor_rollout_ref.rollout.n=1",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
 ]
 WHOLE = "distillation.distillation_loss.loss_mode=reverse_kl"
 # Samples a step, and steps at most.
 SIZES = {"grpo": {256: 12, 64: 15, 16: 30, 8: 40}}
 for _arm in ("teacher", "two", "self", "token", "to_go", "critic"):
     SIZES[_arm] = {32: 15, 8: 20, 4: 30, 2: 40}
-RATES = ["1e-4", "2e-4"]
-TAUGHT = "grpo-64-1e-4"  # the run that makes the teacher
+TAUGHT = ("grpo", 64, 0)  # the run that makes the teacher: arm, samples a step, seed
 # The sampled token's log ν − log π as its advantage, or as its reward: summed to the end, without and with a critic.
 SIGNAL = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
+NOISE_STEPS = {8: 80, 32: 40}
 FORMS = {
     "token": SIGNAL,
     "to_go": [*SIGNAL, "distillation.distillation_loss.signal=reward", "algorithm.adv_estimator=reinforce_plus_plus"],
@@ -59,14 +58,14 @@ FORMS = {
 }
 
 
-def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
-    """Data, the students' start and its teachers, in `out`; the data and the start."""
+def prepare(out: Path) -> tuple[arithmetic.DataFiles, Path]:
+    """Data, the students' start and its half-knowing teachers, in `out`; the data and the start."""
     files, start = arithmetic.DataFiles.of(out / "data"), out / "sft" / "huggingface" / "actor"
     if (out / "done").exists():
         return files, start
-    rng = random.Random(seed)
+    rng = random.Random(0)
     problems = arithmetic.make_problems(rng)
-    arithmetic.make_model(out / "model", seed)
+    arithmetic.make_model(out / "model")
     for path, part in ((files.train, problems[256:]), (files.val, problems[:256])):
         rows = ((arithmetic.question(a, b), str(a + b), {"half": _half(a)}) for a, b in part)
         arithmetic.write_prompts(path, arithmetic.DATA_SOURCE, "math", rows)
@@ -79,7 +78,7 @@ def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
 
     arithmetic.write_demonstrations(files, 32_000, 256, hinted)
     longer = ["data.max_length=24", "trainer.total_training_steps=1200"]
-    _done(sft([*sft_overrides(out / "model", files, out / "sft", seed), *longer]))
+    _done(sft([*sft_overrides(out / "model", files, out / "sft", 0), *longer]))
     for half in ("low", "high"):
         own = arithmetic.DataFiles.of(out / half)
 
@@ -88,7 +87,7 @@ def prepare(out: Path, seed: int) -> tuple[arithmetic.DataFiles, Path]:
             return _chat(arithmetic.question(a, b), arithmetic.worked_answer(a, b, forget_carry=_half(a) != half))
 
         arithmetic.write_demonstrations(own, 8_000, 256, knows_half)
-        _done(sft([*sft_overrides(start, own, out / half, seed), "trainer.total_training_steps=300"]))
+        _done(sft([*sft_overrides(start, own, out / half, 0), "trainer.total_training_steps=300"]))
     (out / "done").touch()
     return files, start
 
@@ -116,7 +115,7 @@ def settings(arm: str, out: Path, samples: int) -> list[str]:
     if arm == "self":
         return [*TEACH, *batch, *SIGNAL, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
     if arm != "two":
-        one = f"distillation.teacher_models.one.model_path={out / 'runs' / TAUGHT / 'huggingface' / 'actor'}"
+        one = f"distillation.teacher_models.one.model_path={folder(out, *TAUGHT) / 'huggingface' / 'actor'}"
         critic = [f"critic.ppo_mini_batch_size={samples}"] * (arm == "critic")
         return [*TEACH, *batch, *critic, one, *FORMS.get(arm, [WHOLE])]
     two = [
@@ -126,49 +125,48 @@ def settings(arm: str, out: Path, samples: int) -> list[str]:
     return [*TEACH, *batch, WHOLE, "distillation.teacher_key=half", *two]
 
 
-def run(arm: str, samples: int, rate: str, out: Path, seed: int) -> None:
+def folder(out: Path, arm: str, samples: int, seed: int) -> Path:
+    return out / "runs" / f"{arm}-{samples}-seed{seed}"
+
+
+def run(out: Path, arm: str, samples: int, seed: int) -> None:
     """One run, unless it is there."""
-    files, start = prepare(out, seed)
-    folder = out / "runs" / f"{arm}-{samples}-{rate}"
-    if (folder / "done").exists():
-        return
-    steps = [f"trainer.total_training_steps={SIZES[arm][samples]}", "trainer.test_freq=1"]
-    optimizer = [f"actor_rollout_ref.actor.optim.lr={rate}"]
-    base = ppo_overrides(start, files, folder, "ppo" if arm == "critic" else "grpo", seed)
-    _done(ppo([*base, *settings(arm, out, samples), *steps, *optimizer, *QUIET]))
-    (folder / "done").touch()
+    _run(out, arm, samples, seed, folder(out, arm, samples, seed), SIZES[arm][samples], ["trainer.test_freq=1"])
 
 
-NOISE_STEPS = {8: 80, 32: 40}
-
-
-def measure_noise(arm: str, out: Path, seed: int) -> None:
+def measure_noise(out: Path, arm: str, seed: int) -> None:
     """Two runs at learning rate 0, unless they are there."""
-    files, start = prepare(out, seed)
+    still = ["actor_rollout_ref.actor.optim.lr=0", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     for samples, steps in NOISE_STEPS.items():
-        folder = out / "runs" / f"noise-{arm}-{samples}"
-        if (folder / "done").exists():
-            continue
-        still = [f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr=0", "trainer.test_freq=-1"]
-        base = ppo_overrides(start, files, folder, "ppo" if arm == "critic" else "grpo", seed)
-        _done(ppo([*base, *settings(arm, out, samples), *still, "trainer.val_before_train=false", *QUIET]))
-        (folder / "done").touch()
+        _run(out, arm, samples, seed, folder(out, f"noise-{arm}", samples, seed), steps, still)
 
 
-def noise(arm: str, out: Path) -> float:
+def _run(out: Path, arm: str, samples: int, seed: int, into: Path, steps: int, more: list[str]) -> None:
+    if (into / "done").exists():
+        return
+    base = ppo_overrides(prepare(out)[1], prepare(out)[0], into, "ppo" if arm == "critic" else "grpo", seed)
+    length = [f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr_warmup_steps=0"]
+    _done(ppo([*base, *settings(arm, out, samples), *length, *more, *QUIET]))
+    (into / "done").touch()
+
+
+def metrics(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def noise(out: Path, arm: str, seed: int) -> float:
     squares = {}
     for samples, steps in NOISE_STEPS.items():
-        text = (out / "runs" / f"noise-{arm}-{samples}" / "metrics.jsonl").read_text(encoding="utf-8")
-        norms = [row["actor/grad_norm"] for row in map(json.loads, text.splitlines()) if "actor/grad_norm" in row]
+        rows = metrics(folder(out, f"noise-{arm}", samples, seed))
+        norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
         squares[samples] = statistics.fmean(norm**2 for norm in norms[steps // 2 :])
     trace = (squares[8] - squares[32]) / (1 / 8 - 1 / 32)
     return trace / max(squares[32] - trace / 32, 1e-12)
 
 
-def tokens_to_goal(folder: Path, samples: int) -> tuple[float, float, float]:
+def tokens_to_goal(out: Path, arm: str, samples: int, seed: int) -> tuple[float, float, float]:
     """Sampled tokens up to the goal (infinite: never), accuracy before and after."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    sampled, reached = 0.0, float("inf")
+    sampled, reached, rows = 0.0, float("inf"), metrics(folder(out, arm, samples, seed))
     for row in rows:
         sampled += samples * row.get("response_length/mean", 0.0)
         if row.get(ACCURACY, 0.0) >= GOAL and reached == float("inf"):
@@ -177,43 +175,34 @@ def tokens_to_goal(folder: Path, samples: int) -> tuple[float, float, float]:
     return reached, scores[0], scores[-1]
 
 
-def tokens(out: Path, arm: str, samples: int, rate: str, seed: int) -> tuple[float, float, float]:
-    return tokens_to_goal(out / str(seed) / "runs" / f"{arm}-{samples}-{rate}", samples)
-
-
-def best(out: Path, arm: str) -> tuple[int, str]:
-    """The arm's samples a step and rate that needed the fewest tokens with seed 0."""
-    return min(((n, rate) for n in SIZES[arm] for rate in RATES), key=lambda pair: tokens(out, arm, *pair, 0)[0])
+def best(out: Path, arm: str) -> int:
+    """The number of samples a step that needed the fewest tokens with seed 0."""
+    return min(SIZES[arm], key=lambda samples: tokens_to_goal(out, arm, samples, 0)[0])
 
 
 def table(out: Path, seeds: range) -> str:
     lines = [
-        "| arm | samples a step | learning rate | before | after | seeds at 0.99 | tokens to 0.99, median "
+        "| arm | samples a step | before | after | seeds at 0.99 | tokens to 0.99, median "
         "| by seed | GRPO's / this, median (95 %) | noise, median (95 %) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    of_grpo = [tokens(out, "grpo", *best(out, "grpo"), seed)[0] for seed in seeds]
+    of_grpo = [tokens_to_goal(out, "grpo", best(out, "grpo"), seed)[0] for seed in seeds]
     for arm in SIZES:
-        samples, rate = best(out, arm)
-        values = [tokens(out, arm, samples, rate, seed) for seed in seeds]
+        values = [tokens_to_goal(out, arm, best(out, arm), seed) for seed in seeds]
         reached = [value[0] for value in values]
         every = ", ".join("never" if t == float("inf") else f"{t:,.0f}" for t in reached)
-        mean = [statistics.mean(value[i] for value in values) for i in (1, 2)]
-        solved = f"{sum(t < float('inf') for t in reached)} of {len(seeds)}"
+        before, after = (statistics.mean(value[i] for value in values) for i in (1, 2))
+        ratios = [0.0 if b == float("inf") else a / b for a, b in zip(of_grpo, reached, strict=True)]
         lines.append(
-            f"| {arm} | {samples} | {rate} | {mean[0]:.2f} | {mean[1]:.3f} | {solved} "
-            f"| {statistics.median(reached):,.0f} | {every} | {ratio(of_grpo, reached)} "
-            f"| {median([noise(arm, out / str(seed)) for seed in seeds]) if arm in FORMS else '-'} |"
+            f"| {arm} | {best(out, arm)} | {before:.2f} | {after:.3f} "
+            f"| {sum(t < float('inf') for t in reached)} of {len(seeds)} | {statistics.median(reached):,.0f} | {every} "
+            f"| {median(ratios)} | {median([noise(out, arm, seed) for seed in seeds]) if arm in FORMS else '-'} |"
         )
     return "\n".join(lines)
 
 
-def ratio(of_grpo: list[float], reached: list[float]) -> str:
-    """Median of the seeds' ratios and its bootstrap interval; a seed that never reaches the goal counts as 0."""
-    return median([0.0 if b == float("inf") else a / b for a, b in zip(of_grpo, reached, strict=True)])
-
-
 def median(values: list[float]) -> str:
+    """With its 95 % bootstrap interval."""
     if len(values) < 3 or float("inf") in values or len({*values}) == 1:
         return f"{statistics.median(values):.1f}"
     low, high = stats.bootstrap((values,), statistics.median, vectorized=False, rng=0).confidence_interval
@@ -229,14 +218,12 @@ def main() -> None:
     out, seeds = arguments.out, range(1, arguments.seeds + 1)
     for arm in SIZES:
         for samples in SIZES[arm]:
-            for rate in RATES:
-                run(arm, samples, rate, out / "0", 0)
+            run(out, arm, samples, 0)
     for seed in seeds:
-        run("grpo", 64, "1e-4", out / str(seed), seed)
         for arm in SIZES:
-            run(arm, *best(out, arm), out / str(seed), seed)
+            run(out, arm, best(out, arm), seed)
         for arm in FORMS:
-            measure_noise(arm, out / str(seed), seed)
+            measure_noise(out, arm, seed)
     text = table(out, seeds)
     print(text)
     if arguments.write:
