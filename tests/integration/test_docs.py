@@ -25,9 +25,16 @@ PROGRAMS = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "page", [page for page, blocks in PAGES.items() if blocks], ids=lambda p: str(p.relative_to(ROOT))
-)
+def runnable() -> list:
+    """The Chinese pages have the commands of the English ones."""
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.long] * ("zh" in page.parts))
+        for page, blocks in PAGES.items()
+        if blocks
+    ]
+
+
+@pytest.mark.parametrize("page", runnable())
 def test_runnable_blocks_of_a_page_run(page, tmp_path):
     (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
