@@ -82,7 +82,7 @@ def test_samples_of_older_weights_and_those_of_a_checkpoint_keep_their_experts(o
 
 def test_a_dense_model_is_refused_in_one_line(overrides, tmp_path, capsys):
     assert main(overrides(tmp_path / "run", GRPO, R3, LOCAL)) == 2
-    assert "has no routers: set actor_rollout_ref.actor.router_replay.mode=disabled" in capsys.readouterr().err
+    assert "has no routers that choose experts by one top-k each: set actor_rollout_ref" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,12 @@ class Routers:
     """The routers in `hf`, layer after layer. `replayed` [N, C]: what they choose in model calls; None: freely.
 
     It has to stay until the gradients of a call are there, as layers may be computed again for them. UserError: `hf`
-    has no routers, or their choices are not one top-k each.
+    has no routers that choose by one top-k each.
     """
 
     def __init__(self, hf: Any) -> None:
         kinds = tuple(_router_classes(hf))
         routers = [module for module in hf.modules() if kinds and isinstance(module, kinds)]
-        if not routers:
-            raise UserError(_refusal(hf, "has no routers"))
         for number, router in enumerate(routers):
             router.forward = partial(_route, self, number, router)
         self.replayed: Tensor | None = None
@@ -43,8 +41,11 @@ class Routers:
         self._layers, self._experts, self.choices = len(routers), 0, 0
         with torch.no_grad(), self.recording():
             hf(input_ids=torch.arange(3, device=input_device(hf))[None], use_cache=False)
-            if len(self._recorded or ()) != len(routers):
-                raise UserError(_refusal(hf, "does not choose experts by one top-k in each layer"))
+            if not routers or len(self._recorded or ()) != len(routers):
+                raise UserError(
+                    f"{type(hf).__name__} has no routers that choose experts by one top-k each: set "
+                    "actor_rollout_ref.actor.router_replay.mode=disabled"
+                )
             self.choices = self.recorded().shape[1]
 
     @contextmanager
@@ -108,10 +109,5 @@ def _router_classes(hf: nn.Module) -> Iterator[type]:
     for model in hf.modules():
         if isinstance(model, PreTrainedModel):
             named = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-            yield from (
-                getattr(one, "target_class", one) for one in (named if isinstance(named, list) else [named]) if one
-            )
-
-
-def _refusal(hf: nn.Module, why: str) -> str:
-    return f"{type(hf).__name__} {why}: set actor_rollout_ref.actor.router_replay.mode=disabled"
+            several = named if isinstance(named, list) else [named]
+            yield from (getattr(one, "target_class", one) for one in several if one)

@@ -72,6 +72,7 @@ class UpdateActor(Phase):
         parts = [f"policy loss {self.config.policy_loss}"]
         parts += ["one update a batch, so the ratio is 1"] * old.on_policy
         parts += [correction_plan(self.config)] * old.correct_mini_batches
+        parts += ["experts as in generation"] * (self.config.actor_rollout_ref.actor.router_replay.mode == "R3")
         parts += [f"from step {warmup + 1}"] * bool(warmup)
         return ", ".join(parts)
 
