@@ -12,7 +12,7 @@ import torch.distributed as dist
 from loading_rank import run_loading
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config, Qwen2ForTokenClassification
 
 from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
@@ -37,7 +37,8 @@ SIZES = {
 
 @dataclass
 class Case:
-    """What one comparison does; `role` is actor (PPO's clipped loss), grpo (with a KL term) or critic."""
+    """What one comparison does; `role` is actor (PPO's clipped loss), windows (one whose attention has windows and
+    sinks), grpo (with a KL term) or critic."""
 
     role: str
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +108,13 @@ def build(case: Case, **optim: Any) -> FSDPEngine:
     torch.manual_seed(0)
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
+    elif case.role == "windows":
+        kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+        hf = AutoModelForCausalLM.from_config(GptOssConfig(**{**SIZES, **kinds, **experts}, rope_parameters=rope))
+        for layer in hf.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
     else:
         more = {"head_dim": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
         hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, **more))
@@ -139,7 +147,7 @@ def run_case(case: Case, out: Path) -> None:
             metrics = engine.forward_backward(share, value_loss, **limits, raw=True)
         else:
             loss = lambda o, r: policy_loss(o, r, kl=case.role == "grpo")  # noqa: E731
-            metrics = engine.forward_backward(share, loss, **limits, temperature=0.8, with_entropy=case.role == "actor")
+            metrics = engine.forward_backward(share, loss, **limits, temperature=0.8, with_entropy=case.role != "grpo")
         grads = grads or {n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()}
         steps.append({**metrics, **engine.optimizer_step()})
     save_file({f"{name}": value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")

@@ -27,10 +27,11 @@ PACKED = [
 SHARED = [replace(case, shared=2) for case in PACKED]  # sequence parallelism
 SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
 HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
+WINDOWS = [Case("windows"), Case("windows", packed=True, shared=2)]
 WIDE = [Case("actor", HYBRID[0].fsdp, packed=True, shared=4)]
 CASES = {
-    1: [*PLAIN, *SAVED, *PACKED],
-    2: [*PLAIN, *SAVED, *PACKED, *SHARED],
+    1: [*PLAIN, *SAVED, *PACKED, WINDOWS[0]],
+    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *WINDOWS],
     4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, *WIDE],
 }
 

@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from valor.algorithms import place_at_end
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.data.images import IMAGES
+from valor.models.routing import ROUTES
 from valor.rollout.base import FinishReason, Output, Span, token_versions
 from valor.tracking.metrics import summarize
 
@@ -43,6 +45,7 @@ class Turn:
     how many of them. `observation_ids` are the tokens between the previous turn and this one. `prompt_ids`: the turn
     begins a row of its own, with this prompt, because the chat template rewrites history. `reward`: the environment's
     for the turn. `images`: those of its row so far, as `valor.data.images.IMAGES` has them; None in a run on text.
+    `routes`: of a single answer, as an Output has them.
     """
 
     token_ids: Sequence[int]
@@ -52,6 +55,7 @@ class Turn:
     prompt_ids: Sequence[int] | None = None
     reward: float = 0.0
     images: str | None = None
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Episode:
     @classmethod
     def of_one_turn(cls, key: EpisodeKey, output: Output) -> Episode:
         """The answer to a prompt."""
-        return cls(key, (Turn(output.token_ids, output.log_probs, output.spans),), output.finish_reason)
+        turn = Turn(output.token_ids, output.log_probs, output.spans, routes=output.routes)
+        return cls(key, (turn,), output.finish_reason)
 
     @property
     def response_ids(self) -> list[int]:
@@ -103,7 +108,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     `responses` [R, T], `response_lengths` [R]; and, 0 on observations and padding: `response_mask` [R, T] (1: sampled
     by the policy), `rollout_log_probs` [R, T], `turn_ids` [R, T] (number of the token's turn, counted from 1 through
     the episode), `weights_versions` [R, T] (which weights sampled the token). `is_finite` [R]: whether all log-probs of
-    the row are. Objects: `finish_reason`.
+    the row are. `routes`, where the engine records them (`valor.models.routing.ROUTES`). Objects: `finish_reason`.
 
     Episodes of loops, which bring their own prompts, have also `prompts`, `prompt_lengths`, `turn_rewards` [R, T] (on
     the last token of each turn), `episode` [R] (number of the row's episode here), and objects `outcome`,
@@ -136,6 +141,10 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
         },
         {"finish_reason": [episodes[number].finish_reason for number, _ in rows]},
     )
+    routes = [turns[0][1].routes if turns else None for _, turns in rows]
+    if (known := next((of_row for of_row in routes if of_row is not None), None)) is not None:
+        parts = [known[:0] if of_row is None else of_row for of_row in routes]
+        batch[ROUTES] = pad_sequence([part.flatten() for part in parts], batch_first=True)
     if all(episode.prompt_ids is None for episode in episodes):
         return batch
     images = [turns[-1][1].images for _, turns in rows]

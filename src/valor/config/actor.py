@@ -50,6 +50,13 @@ class PolicyLossConfig(Section):
     """Options that only some losses take, such as dro_beta, kl_cov_ratio, tau_pos, or those of your own."""
 
 
+class RouterReplayConfig(Section):
+    """Which experts of a mixture the actor's passes choose."""
+
+    mode: Literal["disabled", "R3"] = "disabled"
+    """R3: those that generation chose (rollout.name=native records them); disabled: those of the present router."""
+
+
 class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
@@ -102,6 +109,7 @@ class ActorConfig(UpdateConfig):
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual clip: bound of the ratio where the advantage is negative."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False

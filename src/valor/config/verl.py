@@ -191,7 +191,8 @@ model_engine engine strategy megatron.* ! the engine is set by each role: use
 reward.reward_manager.source ! managers are built in: naive (or prime, the same), dapo, batch
 *.profiler.* global_profiler.* trainer.profile_steps ! traces are torch's: set global_profiler.tool=torch, .steps,
     .roles, .ranks, .save_path
-*.router_replay.* {R}.enable_rollout_routing_replay ! expert routing is not replayed
+{R}.enable_rollout_routing_replay : the engine records what {A}.router_replay.mode=R3 needs
+*.router_replay.* ! the experts of a run's own rollouts are replayed, by the actor alone: set {A}.router_replay.mode=R3
 *optim.(optimizer optimizer_impl override_optimizer_config.* override_optimizer_config) ! the optimizer is
     torch.optim.AdamW: set optim.betas, optim.eps
 *.qat.* *fsdp_config.turbo_config.* ! training is not quantized

@@ -1,6 +1,6 @@
 """Causal attention over packed rows: every token attends to its own row alone, however many rows lie in one.
 
-Shapes: N positions, D head size.
+Shapes: N positions, D head size; n queries and m keys of a row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from valor.models.linear import computing_dtype
 
 _SHORT = 2**13  # queries times keys of a row up to which a CPU is faster with `_Products`
 _PADDING = 2**14  # queries times keys that cost a CPU less than one more call
+_SINK_SIZE = 8  # further numbers of a head for its sink: kernels take multiples of 8
 VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
 
 logger = logging.getLogger(__name__)
@@ -68,25 +69,53 @@ class Segments:
         """The same with its tensors on `device`."""
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
+    def in_chunks(self, size: int) -> Segments:
+        """The same with each row cut where the number of a token in its row is a multiple of `size`."""
+        assert self.offsets is not None
+        bounds, key_bounds = [0], [0]
+        for (_, end), (first, last) in zip(
+            pairwise(self.bounds), pairwise(self.key_bounds or self.bounds), strict=True
+        ):
+            cuts = [*range(first + size, last, size), last]
+            key_bounds += cuts
+            bounds += [max(bounds[-1], end - (last - cut)) for cut in cuts]
+        cut = replace(Segments.of(_lengths(tuple(bounds)), self.offsets.device), group=self.group)
+        return cut if self.keys is None else cut.reading(_lengths(tuple(key_bounds)), self.keys)
+
     @property
     def lengths(self) -> list[int]:
         return _lengths(self.bounds)
+
+
+class Rule(NamedTuple):
+    """How products of queries and keys become weights. `window`: the tokens that one sees, itself included; None: all
+    before it. `sinks` [heads]: logits beside a row's, whose weights are of no value (gpt-oss)."""
+
+    scaling: float | None = None  # None: D ** -0.5
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    def visible(self, n: int, m: int, device: torch.device) -> Tensor:
+        """[n, m] bool: query t sees keys to m - n + t."""
+        visible = torch.ones(n, m, dtype=torch.bool, device=device).tril_(m - n)
+        return visible if self.window is None else visible.triu_(m - n - self.window + 1)
 
 
 def _lengths(bounds: tuple[int, ...]) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None = None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     """Output [1, N, heads, value size] for query [1, heads, N, D], key and value [1, kv heads, N, D]."""
     shape = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.device.type in VARLEN_DEVICES and _varlen_agrees(query.device, query.dtype, *shape):
-        return _varlen(query, key, value, segments, scaling)[None]
-    return _in_batches(query, key, value, segments, scaling)[None]
+    varlen = rule.sinks is None and query.device.type in VARLEN_DEVICES
+    if varlen and _varlen_agrees(query.device, query.dtype, *shape):
+        return _varlen(query, key, value, segments, rule)[None]
+    return _in_batches(query, key, value, segments, rule)[None]
 
 
-def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     """Attention output [N, heads, value size] of query [N, heads, D] over key and value [N, kv heads, D]."""
     batches = _batches(segments.bounds, segments.key_bounds or segments.bounds, query.device)
     at = batches.keys if segments.keys is None else segments.keys[batches.keys]
@@ -95,7 +124,7 @@ def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     outputs = []
     for (b, _, _), *parts in zip(batches.shapes, queries, keys, values, strict=True):
         q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
-        outputs.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+        outputs.append(attend(q, k, v, rule).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, batches.places)
 
 
@@ -136,19 +165,35 @@ def _batches(bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch
     return _Batches(shapes, torch.cat(queries).to(device), torch.cat(keys).to(device), places.to(device))
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """[b, heads, n, value size] of q [b, heads, n, D], k and v [b, kv heads, m, D]: query t sees keys to m - n + t."""
-    n, m = q.shape[2], k.shape[2]
-    if q.device.type == "cpu" and n * m <= _SHORT:
-        return _Products.apply(q, k, v, scaling or q.shape[-1] ** -0.5)
-    mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, visible: Tensor | None = None) -> Tensor:
+    """[b, heads, n, value size] of q [b, heads, n, D], k and v [b, kv heads, m, D]. `visible`, [b or 1, 1, n, m] bool:
+    in place of the rule's."""
+    n, m, scale = q.shape[2], k.shape[2], rule.scaling or q.shape[-1] ** -0.5
+    short = q.device.type == "cpu" and n * m <= _SHORT and visible is None
+    causal = n == m and rule.sinks is None and (rule.window is None or rule.window >= m)
+    if visible is None and (short or not causal):
+        visible = rule.visible(n, m, q.device)
+    if rule.sinks is not None:
+        q, k, v, visible = _with_sinks(q, k, v, visible, rule.sinks / scale)
+    if short:
+        return _Products.apply(q, k, v, scale, visible)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type != "cpu":  # CUDA's kernels take no mask, and no float32, with fewer key heads
         k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
     return nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        q, k, v, visible, is_causal=visible is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Any, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with a first key, visible to all, whose product with the queries of each head is one of `sinks` [heads],
+    and whose value is zero."""
+    further = nn.functional.pad(sinks.to(q.dtype)[:, None, None], (0, _SINK_SIZE - 1))
+    q = torch.cat([q, further.expand(*q.shape[:3], -1)], dim=-1)
+    k = nn.functional.pad(k, (0, _SINK_SIZE, 1, 0))
+    k[:, :, 0, -_SINK_SIZE] = 1
+    return q, k, nn.functional.pad(v, (0, 0, 1, 0)), nn.functional.pad(visible, (1, 0), value=True)
 
 
 class _Products(torch.autograd.Function):
@@ -156,13 +201,12 @@ class _Products(torch.autograd.Function):
     above all backward. The query heads of a key head are further queries of it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        (n, m), grouped = (q.shape[2], k.shape[2]), q.unflatten(1, (k.shape[1], -1))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+        grouped = q.unflatten(1, (k.shape[1], -1))
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
         queries = grouped.reshape(len(keys), -1, q.shape[-1])
         scores = _bmm(queries, keys.transpose(1, 2)).float().mul_(scale)
-        future = torch.ones(n, m, dtype=torch.bool).triu_(m - n + 1)
-        scores.unflatten(1, (-1, n)).masked_fill_(future, -torch.inf)
+        scores.unflatten(1, (-1, q.shape[2])).masked_fill_(~visible, -torch.inf)
         weights = torch.softmax(scores, -1).to(q.dtype)
         out = _bmm(weights, values).to(q.dtype)
         ctx.save_for_backward(keys, values, queries, weights, out)
@@ -181,7 +225,7 @@ class _Products(torch.autograd.Function):
             _bmm(scores.transpose(1, 2), queries),
             _bmm(weights.transpose(1, 2), grad),
         )
-        return (*(x.to(keys.dtype).view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None)
+        return (*(x.to(keys.dtype).view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None, None)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -190,14 +234,17 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.to(dtype), b.to(dtype))
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     """The same by torch's variable-length flash attention (CUDA, half precision)."""
     from torch.nn.attention.varlen import varlen_attn  # newer torch
 
     offsets: Any = segments.offsets
     key_offsets: Any = offsets if segments.key_offsets is None else segments.key_offsets
     longest = max(segments.lengths), max(_lengths(segments.key_bounds or segments.bounds))
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    options: dict[str, Any] = {
+        "scale": rule.scaling,
+        "window_size": (-1 if rule.window is None else rule.window - 1, 0),
+    }
     if takes_enable_gqa(varlen_attn):
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     if segments.keys is not None:
@@ -227,9 +274,11 @@ def _varlen_agrees(
     inputs = random(15, heads), random(15, kv_heads), random(15, kv_heads)
     try:
         with torch.enable_grad():
-            outputs = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
-            pairs = [outputs]
-            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in outputs), strict=True)
+            pairs: list[Any] = []
+            for rule in (Rule(), Rule(window=3)):
+                outputs = _varlen(*inputs, segments, rule), _in_batches(*inputs, segments, rule)
+                pairs.append(outputs)
+                pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in outputs), strict=True)
         agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
         reason = "gives other numbers"
     except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:

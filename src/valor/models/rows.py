@@ -21,6 +21,7 @@ from valor.models.attention import Segments
 from valor.models.hf import disable_dropout, input_device
 from valor.models.images import ImageInputs, RowImages, image_sources
 from valor.models.packing import PutTogether, enable_packing, packing
+from valor.models.routing import ROUTES, Routers, routers_of
 
 _FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
 
@@ -49,9 +50,9 @@ class CompactRows:
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right, where a causal model does not see it. Packed rows are one row, b = 1, with
     `position_ids` and their `segments`; a shared prefix may lie there once. `images`: what is read at image tokens, in
-    place of their embeddings; `position_ids` then may be threefold, [3, b, L]. Where ranks divide the rows, L and N are
-    this rank's, in the order of the positions; `mask` is all ranks', and this rank's first response token is number
-    `begin` of `total` in the `group`.
+    place of their embeddings; `position_ids` then may be threefold, [3, b, L]. `routes` [b * L, C]: what routers choose
+    (`valor.models.routing`). Where ranks divide the rows, L and N are this rank's, in the order of the positions;
+    `mask` is all ranks', and this rank's first response token is number `begin` of `total` in the `group`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -65,6 +66,7 @@ class CompactRows:
     total: int = 0
     rank: Tensor | None = None  # [total] int64, where ranks divide rows: each response token's number among all ranks'
     images: ImageInputs | None = None
+    routes: Tensor | None = None
 
     def to(self, device: torch.device) -> CompactRows:
         """The same with its tensors on `device`."""
@@ -104,6 +106,7 @@ class RowReader(nn.Module):
     """
 
     sharing = ALONE  # set by the engine
+    routers: Routers | None = None  # of a model that replays experts
 
     def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -113,6 +116,11 @@ class RowReader(nn.Module):
         self.packed = packed and enable_packing(hf)
         self.shared = shared and self.packed
         self._longest = rope_limit(hf.config.get_text_config())
+
+    def replay_experts(self) -> None:
+        """From now on routers choose what the rows' column `ROUTES` says: for each row by itself, so that no prefixes
+        are shared. UserError: they cannot."""
+        self.routers, self.shared = routers_of(self.hf), False
 
     def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
         """This rank's part of `rows`, on its device. UserError: a row is longer than the rotary embedding allows."""
@@ -124,7 +132,11 @@ class RowReader(nn.Module):
             )
         layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
         images = RowImages.of(self.hf, model_inputs(rows)[0], files) if (files := self._images_of(rows)) else None
-        return compact_rows(rows, **layout, images=images).to(input_device(self.hf))
+        choices = self.routers.choices if self.routers is not None and ROUTES in rows else None
+        compact = compact_rows(rows, **layout, images=images, choices=choices).to(input_device(self.hf))
+        if self.routers is not None:
+            self.routers.replayed = compact.routes
+        return compact
 
     def in_families(self, rows: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
         """As the function of this name."""
@@ -150,12 +162,13 @@ def compact_rows(
     shared: bool = False,
     sharing: Sharing = ALONE,
     images: RowImages | None = None,
+    choices: int | None = None,
 ) -> CompactRows:
     """Joins prompts [b, P] and responses [b, T] without a gap; on the device of the rows, best the CPU.
 
     packed: without padding between rows. shared: a packed row omits the tokens that it begins with as the row before
     (`shared_beginnings`). sharing: how ranks divide packed rows. images: those of the rows, whose ranks do not divide
-    them. ValueError: a row without a prompt token.
+    them. choices: C, of rows with `ROUTES`. ValueError: a row without a prompt token.
     """
     prompt_lengths, response_lengths, responses = rows["prompt_lengths"], rows["response_lengths"], rows["responses"]
     if bool((prompt_lengths < 1).any()):
@@ -167,8 +180,13 @@ def compact_rows(
     mask = step < response_lengths[:, None]
     last_of_prompt = prompt_lengths[:, None] - 1
     row = torch.arange(count, device=device)[:, None]
+    routes = None
+    if choices is not None:
+        routes = rows[ROUTES][:, : length * choices]
+        routes = nn.functional.pad(routes, (0, length * choices - routes.shape[1])).unflatten(1, (length, choices))
     if not packed:
         seen = {} if images is None else {"images": images.inputs(), "position_ids": images.positions}
+        seen |= {} if routes is None else {"routes": routes.flatten(0, 1)}
         return CompactRows(ids, (row * length + last_of_prompt + step)[mask], responses[mask], mask, **seen)
     compared = ids if images is None else told_apart(ids, images.source)
     skipped = shared_beginnings(compared, read) if shared else torch.zeros_like(read)
@@ -182,7 +200,9 @@ def compact_rows(
     seen = None if images is None else images.inputs(images.source[is_read])
     if images is not None and images.positions is not None:
         columns = images.positions[:, None, is_read]
-    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, columns, segments, images=seen)
+    routes = None if routes is None else routes[is_read]
+    inputs = {"position_ids": columns, "segments": segments, "images": seen, "routes": routes}
+    rows_of_all = CompactRows(ids[is_read][None], predictor, responses[mask], mask, **inputs)
     return rows_of_all if sharing == ALONE else _divided(rows_of_all, sharing)
 
 
@@ -200,7 +220,7 @@ def model_inputs(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def model_rows(batch: Batch) -> Batch:
     """The columns that a model reads."""
-    return batch.select([*ROW_FIELDS, *[IMAGES] * (IMAGES in batch)])
+    return batch.select([*ROW_FIELDS, *(name for name in (IMAGES, ROUTES) if name in batch)])
 
 
 def told_apart(ids: Tensor, source: Tensor) -> Tensor:
@@ -263,7 +283,7 @@ def _divided(rows: CompactRows, sharing: Sharing) -> CompactRows:
         end = min(begin + share, end)
     predictor, targets = by_position.values[begin:end] - part.start, rows.targets[by_position.indices[begin:end]]
     segments, total = rows.segments.shared_out(group, missing), len(rows.targets)
+    routes = None if rows.routes is None else nn.functional.pad(rows.routes, (0, 0, 0, missing))[part]
     back = by_position.indices.argsort()
-    return CompactRows(
-        ids, predictor, targets, rows.mask, positions, segments, sharing.all or group, begin, total, back
-    )
+    where = {"group": sharing.all or group, "begin": begin, "total": total, "rank": back, "routes": routes}
+    return CompactRows(ids, predictor, targets, rows.mask, positions, segments, **where)

@@ -112,8 +112,16 @@ class Request:
         """`so_far`, or an empty output."""
         return self.so_far or Output(self.request_id, [], [], "abort")
 
-    def output(self, ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int) -> Output:
-        """Tokens of `so_far` and new ones by weights of `version`, cut after the first complete stop text."""
+    def output(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        reason: FinishReason,
+        version: int,
+        routes: torch.Tensor | None = None,
+    ) -> Output:
+        """Tokens of `so_far` and new ones by weights of `version`, cut after the first complete stop text. `routes`: of
+        all tokens but the last; those that `so_far` has remain."""
         begun, stop = self.begun, self.params.stop
         known, ids, log_probs = len(begun.token_ids), [*begun.token_ids, *ids], [*begun.log_probs, *log_probs]
         for end in range(known + 1, len(ids) + 1 if stop is not None else 0):
@@ -121,7 +129,10 @@ class Request:
                 ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
                 break
         versions = [*token_versions(begun.spans), *repeat(version, len(ids) - known)]
-        return Output(self.request_id, ids, log_probs, reason, spans_of(versions))
+        if routes is not None:
+            routes = routes[: len(self.prompt_ids) + len(ids) - 1]
+            routes = routes if begun.routes is None else torch.cat([begun.routes, routes[len(begun.routes) :]])
+        return Output(self.request_id, ids, log_probs, reason, spans_of(versions), routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,8 @@ class Output:
     `log_probs[t]` is the log-probability of `token_ids[t]` under softmax(logits / temperature) before top-k/top-p
     truncation (temperature 1 when greedy): the quantity a trainer recomputes. `finish_reason`: "stop" for an
     end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off. `spans`:
-    weights versions of the tokens, in order.
+    weights versions of the tokens, in order. `routes` [prompt and tokens less 1, C]: which experts were chosen
+    (`valor.models.routing`), where an engine records it.
     """
 
     request_id: str
@@ -163,6 +175,7 @@ class Output:
     log_probs: list[float]
     finish_reason: FinishReason
     spans: tuple[Span, ...] = ()
+    routes: torch.Tensor | None = field(default=None, compare=False)
 
 
 class RequestSource(Protocol):

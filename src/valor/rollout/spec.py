@@ -22,6 +22,7 @@ class BuildContext:
     device: torch.device
     actor: Any  # the actor's engine (valor.engines.base.TrainingEngine); None: generation has processes of its own
     images: Mapping[str, Any] | None = None  # how the processor reads those of prompts; None: prompts are text
+    records: bool = False  # outputs have their `routes`
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class GenerationEngineSpec:
         build: makes the engine; what is slow to import is imported here.
         weight_names: under which names it takes weights (see `valor.engines.base.WeightNames`).
         elsewhere: whether it generates on devices that are not the run's, so that its own processes need no GPU.
+        records: whether it records which experts a token was given.
     """
 
     name: str
@@ -47,3 +49,4 @@ class GenerationEngineSpec:
     build: Callable[[BuildContext], RolloutEngine]
     weight_names: Literal["module", "checkpoint"] = "checkpoint"
     elsewhere: bool = False
+    records: bool = False

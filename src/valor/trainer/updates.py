@@ -15,6 +15,7 @@ from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
 from valor.data.sampler import shuffled
 from valor.errors import StepRefused
+from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.advantage import targets_by_ranks
@@ -26,7 +27,7 @@ from valor.workers.roles import critic_names
 
 _ROWS = (*ROW_FIELDS, IMAGES, "response_mask", "episode")
 _CRITIC_COLUMNS = (*_ROWS, "values", "returns")
-_ACTOR_COLUMNS = (*_ROWS, "advantages", WEIGHTS, "positive")
+_ACTOR_COLUMNS = (*_ROWS, ROUTES, "advantages", WEIGHTS, "positive")
 
 
 class Updates:

@@ -16,7 +16,8 @@ from valor.config.distillation import DistillationLossConfig
 from valor.data.batch import Batch
 from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
-from valor.models.policy import Reference
+from valor.models.policy import PolicyModel, Reference
+from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS, model_rows
 from valor.models.states import StateProjection
 from valor.models.token_log_probs import Divergence
@@ -42,10 +43,17 @@ class ActorWorker(ModelRole):
         self._log_prob_limits = {"max_tokens": rollout.log_prob_max_token_len_per_gpu, "max_rows": rollout.max_rows}
         self._store: TCPStore | None = None
         self._channel: WeightChannel | None = None
-        load = partial(load_policy, shared.model, seed=self.seed, frozen_vision=actor.freeze_vision_tower)
+
+        def load(**options: Any) -> PolicyModel:
+            frozen = actor.freeze_vision_tower
+            policy = load_policy(shared.model, seed=self.seed, frozen_vision=frozen, **options)
+            if actor.router_replay.mode == "R3":
+                policy.replay_experts()
+            return policy
+
         super().__init__(context, actor, shared.model, load, total_steps=facts.learning_steps)
 
-    @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
+    @Dispatch("dp", reads=(*ROW_FIELDS, ROUTES), stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(
         self, batch: Batch, *, with_entropy: bool = True, with_sum_pi_squared: bool = False, with_full_kl: bool = False
     ) -> Batch:

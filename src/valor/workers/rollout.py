@@ -18,6 +18,7 @@ from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_image_files, load_model_config, load_policy_tokenizer
+from valor.models.routing import ROUTES
 from valor.rollout.base import Elsewhere, SamplingParams
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
@@ -40,7 +41,8 @@ class RolloutWorker:
         beside = None if self._actor is None else self._actor.engine
         ends = end_token_ids(model, facts.eos_token_ids)
         options = None if config.data.image_key is None else config.data.mm_processor_kwargs
-        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside, options))
+        records = config.actor_rollout_ref.actor.router_replay.mode == "R3"
+        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside, options, records))
         self._tokenizer = load_policy_tokenizer(config)
         by_episodes = config.plays_episodes
         images = load_image_files(config, self._tokenizer) if options is not None and by_episodes else None
@@ -101,7 +103,7 @@ class RolloutWorker:
             self._agents.close()
         self.engine.close()
 
-    @Dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
+    @Dispatch("dp", keep_together="uid", stays=(*TOKEN_COLUMNS, ROUTES), sent_weights=True)
     def generate(self, prompts: Batch, params: SamplingParams, *, sink: Sink | None = None) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 

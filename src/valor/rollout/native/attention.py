@@ -58,7 +58,7 @@ def generation_mode(hf: nn.Module, *, slots: bool = True) -> Iterator[None]:
 
 def has_slots(hf: nn.Module) -> bool:
     """Whether `hf` decodes from a `SlotCache`: its state is keys and values, and its attention can be this file's."""
-    reason = obstacle(hf, {"full_attention", "sliding_attention", "chunked_attention"})
+    reason = obstacle(hf)
     if reason is not None:
         logger.warning("%s generates by its own cache, prompts of one length at a time: %s", type(hf).__name__, reason)
     return reason is None

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from valor.data.positions import num_positions
-from valor.errors import TrainingStopped, out_of_memory
+from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
+from valor.models.routing import routers_of
 from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode
 from valor.rollout.native.attention import generation_mode, has_slots, serving
 from valor.rollout.native.cohorts import decode, has_cache
@@ -48,6 +49,7 @@ class NativeEngine(RolloutEngine):
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
     `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory. A row that reaches the model's
     `num_positions` ends with "length". images: prompts may have some, which only the model's own forward pass reads.
+    records: outputs have `routes`. UserError: there is nothing to record.
     """
 
     weight_mode: WeightMode = "shared"
@@ -61,9 +63,13 @@ class NativeEngine(RolloutEngine):
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
         images: bool = False,
+        records: bool = False,
     ) -> None:
         self._hf = hf
         self._by_cohorts = images or not has_slots(hf)
+        if records and self._by_cohorts:
+            raise UserError("router_replay.mode=R3 records no experts of models that generate by a cache of their own")
+        self._routers = routers_of(hf) if records else None
         self._cached: bool | None = None  # whether the model's own cache works, once that is known
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
@@ -88,7 +94,9 @@ class NativeEngine(RolloutEngine):
         intake = Intake(source, self._max_model_len)
         if intake.pending:
             slots = not self._by_cohorts
-            with self._unsharded(), generation_mode(self._hf, slots=slots), torch.inference_mode(), self._laid_out():
+            recording = nullcontext() if self._routers is None else self._routers.recording()
+            mode = generation_mode(self._hf, slots=slots)
+            with self._unsharded(), mode, torch.inference_mode(), recording, self._laid_out():
                 while intake.pending:
                     self._attempt(intake)
 
@@ -225,18 +233,26 @@ class NativeEngine(RolloutEngine):
                 # Padding (any token) on the right: causal attention keeps it from touching what comes before.
                 padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
                 self._forward(padded, torch.arange(width, device=device)[None], prefill)
+            routes = [*self._recorded(len(batch)).cpu()] if width and self._routers else None
             cache.reserve_prompts(left, width)
             left -= len(batch)
             for index, group in enumerate(batch):
                 samples = slice(len(rows), len(rows) + len(group.members))
                 prompt = cache.add_prompt(prefill, index, len(prompts[index]), samples)
-                rows.extend(self._new_row(request, prompt) for request in group.members)
+                parts = [] if routes is None else [routes[index][: len(prompts[index])]]
+                rows.extend(self._new_row(request, prompt, parts) for request in group.members)
 
-    def _new_row(self, request: Request, prompt: int) -> Row:
+    def _recorded(self, rows: int) -> Tensor:
+        """[rows, q, C] routes of the last forward pass."""
+        assert self._routers is not None
+        return self._routers.recorded().unflatten(0, (rows, -1))
+
+    def _new_row(self, request: Request, prompt: int, routes: Sequence[Tensor] = ()) -> Row:
         params, begun = request.params, request.begun
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new), [*begun.token_ids], [])
+        drawn = uniform_stream(request.seed, max_new)
+        return Row(request, prompt, stops, max_new, drawn, [*begun.token_ids], [], [*routes])
 
     def _poll(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake, *, wait: bool) -> None:
         """Queue new requests and end aborted ones."""
@@ -264,11 +280,13 @@ class NativeEngine(RolloutEngine):
         uniforms = torch.from_numpy(uniforms).to(device)
         stops = _stop_table(rows, device)
         new = torch.tensor([row.last_token for row in rows], device=device)
-        sampled, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
+        sampled, scored, routed, ended = [], [], [], torch.zeros((), dtype=torch.bool, device=device)
         per_test = 1 if device.type == "cpu" else GPU_STEPS_PER_TEST
         for step in range(steps):
             cache.advance()
             logits = forward(new[:, None], cache.positions[:, None], cache)
+            if self._routers is not None:
+                routed.append(self._recorded(len(rows)))
             new, log_probs = sampler(logits, uniforms[step])
             sampled.append(new)
             scored.append(log_probs)
@@ -279,8 +297,9 @@ class NativeEngine(RolloutEngine):
         if not bool(torch.isfinite(scores).all()):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens = torch.stack(sampled, dim=1).tolist()
-        for row, row_tokens, row_log_probs in zip(rows, tokens, scores.tolist(), strict=True):
-            row.add(row_tokens, row_log_probs)
+        routes = [*torch.cat(routed, dim=1).cpu()] if routed else [None] * len(rows)
+        for row, row_tokens, row_log_probs, row_routes in zip(rows, tokens, scores.tolist(), routes, strict=True):
+            row.add(row_tokens, row_log_probs, row_routes)
         report_tokens(scores.numel())
 
 

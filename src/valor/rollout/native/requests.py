@@ -26,6 +26,7 @@ class Row:
     uniforms: np.ndarray
     token_ids: list[int]  # of `so_far`, then its own
     log_probs: list[float]  # of its own
+    routes: list[torch.Tensor]  # [n, C] of all tokens but the last, one part after another, where they are recorded
     stopped: bool = False  # whether the last token ends the row
 
     @property
@@ -39,8 +40,8 @@ class Row:
             return len(self.token_ids) - len(self.request.begun.token_ids)
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
-    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Append sampled tokens up to the one that ends the row."""
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float], routes: torch.Tensor | None = None) -> None:
+        """Append sampled tokens up to the one that ends the row. `routes` [n, C]: of the tokens before them."""
         stop, before = self.request.params.stop, len(self.token_ids)
         self.token_ids += token_ids
         for count, token in enumerate(token_ids, before + 1):
@@ -49,6 +50,8 @@ class Row:
                 del self.token_ids[count:]
                 break
         self.log_probs += log_probs[: len(self.token_ids) - before]
+        if routes is not None:
+            self.routes.append(routes[: len(self.token_ids) - before])
 
     def finish_reason(self) -> FinishReason | None:
         if self.stopped:
@@ -88,7 +91,8 @@ class Intake:
     def finish(self, row: Row, reason: FinishReason, version: int) -> None:
         """Deliver what a row has sampled with weights of `version`."""
         new_ids = row.token_ids[len(row.request.begun.token_ids) :]
-        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, version))
+        routes = torch.cat(row.routes) if row.routes else None
+        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, version, routes))
 
     def deliver(self, request: Request, output: Output) -> None:
         """Give an output to the request's receiver."""

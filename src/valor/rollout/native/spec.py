@@ -28,7 +28,7 @@ def _plan(config: PPOConfig) -> str:
 def _build(context: BuildContext) -> NativeEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
     settings: dict[str, Any] = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
-    settings["images"] = context.images is not None
+    settings |= {"images": context.images is not None, "records": context.records}
     actor = context.actor
     if actor is not None and actor.generation_module is not None:
         return NativeEngine(actor.generation_module, unsharded=actor.unsharded, **settings)
@@ -45,4 +45,5 @@ NATIVE = GenerationEngineSpec(
     plan=_plan,
     build=_build,
     weight_names="module",
+    records=True,
 )

@@ -21,9 +21,9 @@ _COLLECTED = """
 COLLECTED = frozenset(_COLLECTED.split())
 """Columns of every collected batch. [B, T]: response_mask, rollout_log_probs, token_level_scores."""
 
-COLLECTED_SOMETIMES = frozenset(("episode", "turn_ids", "reward_baselines", "progress", "images"))
+COLLECTED_SOMETIMES = frozenset(("episode", "turn_ids", "reward_baselines", "progress", "images", "routes"))
 """Columns of some batches: rows of an episode, turn of each token, ReMax's baseline, a prover's progress, the prompts'
-images (which a phase that reads `prompts` gets too)."""
+images (which a phase that reads `prompts` gets too), the experts of each token."""
 
 EVERY_COLUMN = frozenset(("*",))
 

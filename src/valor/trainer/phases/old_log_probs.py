@@ -9,6 +9,7 @@ from valor import algorithms
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected, correction_options, off_policy
@@ -45,7 +46,7 @@ class RecomputedLogProbs(Phase):
     name = "old_log_prob"
     role = "actor"
     reads = frozenset(ROW_FIELDS)
-    reads_if_there = frozenset(("episode",))
+    reads_if_there = frozenset(("episode", ROUTES))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)

@@ -10,7 +10,9 @@ from valor.algorithms.ppo import aggregation
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
+from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs
 from valor.trainer.options import option_mistakes
 from valor.trainer.phases.base import Metrics, Phase
@@ -27,7 +29,7 @@ class UpdateActor(Phase):
     role = "actor"
     trains = True
     reads = frozenset((*ROW_FIELDS, "response_mask", "rollout_log_probs", "advantages"))
-    reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "positive", CHOSEN))
+    reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "positive", CHOSEN, ROUTES))
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
@@ -50,6 +52,8 @@ class UpdateActor(Phase):
                 f"algorithm.rollout_correction.loss_type={loss_type} and actor_rollout_ref.actor.policy_loss.loss_mode="
                 f"{mode} are two policy losses: use loss_type=ppo_clip, or leave loss_mode at vanilla"
             )
+        if actor.router_replay.mode == "R3":
+            yield from _replay_mistakes(config)
         entry, key = POLICY_LOSSES[name], "actor_rollout_ref.actor.policy_loss.loss_kwargs"
         aggregation(entry, actor.loss_agg_mode)
         provided = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
@@ -68,6 +72,7 @@ class UpdateActor(Phase):
         parts = [f"policy loss {self.config.policy_loss}"]
         parts += ["one update a batch, so the ratio is 1"] * old.on_policy
         parts += [correction_plan(self.config)] * old.correct_mini_batches
+        parts += ["experts as in generation"] * (self.config.actor_rollout_ref.actor.router_replay.mode == "R3")
         parts += [f"from step {warmup + 1}"] * bool(warmup)
         return ", ".join(parts)
 
@@ -79,3 +84,14 @@ class UpdateActor(Phase):
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         return Batch(), self.resources.updates.run("actor", trained(batch), step)
+
+
+def _replay_mistakes(config: PPOConfig) -> Iterator[str]:
+    """What has no experts to choose again."""
+    rollout, at = config.actor_rollout_ref.rollout.name, "actor_rollout_ref.actor.router_replay.mode=R3"
+    if not GENERATION_ENGINES[rollout].records:
+        yield f"{at}: rollout.name={rollout} does not record which experts it chose: set rollout.name=native"
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        yield f"{at}: strategy=megatron routes tokens by itself: set actor_rollout_ref.actor.strategy=fsdp2"
+    if config.plays_episodes:
+        yield f"{at} is for single answers, and here episodes are played: set it to disabled"
