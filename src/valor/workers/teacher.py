@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from valor.config import PPOConfig
 from valor.config.distillation import TeacherConfig
@@ -56,7 +56,7 @@ class TeacherWorker(ModelRole):
     def follow(self, rate: float) -> None:
         """Move the weights this share of the way to those of the actor beside it."""
         with self._context.roles["actor"].on_device() as policy, self.on_device() as engine:
-            engine.approach(policy, rate)
+            cast(Any, engine).approach(policy, rate)  # fsdp2's, which alone may follow
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:

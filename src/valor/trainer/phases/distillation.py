@@ -218,7 +218,7 @@ class TeacherRewards(Phase):
         gap = algorithms.sampled_divergence(
             batch["old_log_probs"], batch["teacher_log_probs"], **sampled_options(teach.distillation_loss)
         )
-        rewards = -teach.coefficient * algorithms.keep_masked(gap, batch["response_mask"])
+        rewards = -teach.coefficient(step) * algorithms.keep_masked(gap, batch["response_mask"])
         if teach.distillation_loss.use_task_rewards:
             rewards = rewards + batch["token_level_rewards"]
         return Batch({"token_level_rewards": rewards}), {}
