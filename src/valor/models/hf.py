@@ -1,5 +1,6 @@
 """Transformers as it is used here: models without dropout, and no output of its own on the console of a run."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,13 @@ def tied_names(module: nn.Module) -> set[str]:
 def input_device(hf: Any) -> torch.device:
     """Where token ids are read. With weights that FSDP keeps on the host it is the device inside a pass alone."""
     return hf.get_input_embeddings().weight.device
+
+
+def cache_argument(hf: Any) -> str:
+    """The argument of its forward pass that takes a cache: `past_key_values` before transformers 5.24, `cache` since
+    then, Mamba's `cache_params`."""
+    names, takes = ("past_key_values", "cache", "cache_params"), inspect.signature(hf.forward).parameters
+    return next((name for name in names if name in takes), names[0])
 
 
 def cache_bytes_per_token(config: Any, element: int) -> int:

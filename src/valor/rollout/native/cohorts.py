@@ -5,7 +5,6 @@ Rows of one prompt length make a cohort: they are prefilled together, without pa
 So no state ever sees a padding token, and every row has the numbers it would have alone.
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from valor.errors import UserError, out_of_memory
-from valor.models.hf import input_device
+from valor.models.hf import cache_argument, input_device
 from valor.models.images import RowImages
 from valor.rollout.native.requests import Group, Row
 from valor.rollout.sampling import BatchSampler
@@ -31,9 +30,7 @@ class Cohort:
     def __init__(self, hf: Any, ids: Tensor, *, cached: bool, images: RowImages | None = None) -> None:
         self._hf, self._ids = hf, ids
         self._cache = DynamicCache(config=hf.config.get_text_config()) if cached else None  # pyright: ignore
-        takes = inspect.signature(hf.forward).parameters
-        names = ("past_key_values", "cache", "cache_params")  # before transformers 5.24, since then, Mamba's
-        self._name = next((name for name in names if name in takes), names[0])
+        self._name = cache_argument(hf)
         self._unread = ids.shape[1]  # tokens at the end of `ids` that the cache does not hold
         self._images = images
         self._shift: Tensor | None = None  # [B, 1] of the positions behind the images, where these take fewer

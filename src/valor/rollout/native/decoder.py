@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.masking_utils import causal_mask_function
 
+from valor.models.hf import cache_argument
 from valor.models.linear import computing_dtype, is_replaced
 from valor.models.lora import low_rank, merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
@@ -269,7 +270,8 @@ def agrees(decoder: Decoder, hf: Any) -> bool:
     full = PromptCache()
     with serving(full):
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        expected = hf(input_ids=ids, position_ids=positions, past_key_values=full, use_cache=True).logits[last].float()
+        inputs = {"input_ids": ids, "position_ids": positions, cache_argument(hf): full}
+        expected = hf(**inputs, use_cache=True).logits[last].float()
     rows.advance()
     logits = decoder(ids[last][:, None], rows.positions[:, None], rows).float()
     tolerance = 1e-5 if weight.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from valor.data.positions import num_positions
 from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.export import plain_weights
-from valor.models.hf import cache_bytes_per_token, input_device
+from valor.models.hf import cache_argument, cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
 from valor.models.routing import routers_of
 from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode
@@ -65,7 +65,7 @@ class NativeEngine(RolloutEngine):
         images: bool = False,
         records: bool = False,
     ) -> None:
-        self._hf = hf
+        self._hf, self._cache_argument = hf, cache_argument(hf)
         self._by_cohorts = images or not has_slots(hf)
         if records and self._by_cohorts:
             raise UserError("router_replay.mode=R3 records no experts of models that generate by a cache of their own")
@@ -134,7 +134,7 @@ class NativeEngine(RolloutEngine):
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
         """Logits [B, V] after the last of the tokens [B, q], by the model's own forward pass."""
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, self._cache_argument: cache}
         with serving(cache):
             return self._hf(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
