@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="commands with this word in their name")
     parser.add_argument("--write", type=Path, help="a page whose table is replaced by this one")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore, children too
     with tempfile.TemporaryDirectory() as folder:
         day = Afternoon(Path(folder), str(args.model.absolute()) if args.model else "tiny", args.only)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
