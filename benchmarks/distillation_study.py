@@ -10,8 +10,8 @@ had named the result, which the warm start has seen. `teacher` compares whole di
 same with a critic's values as the baseline (GAE).
 
 A run is validated after each step on 256 unseen sums, greedily. Tokens are the sampled ones up to the first validation
-that reaches 0.99. The learning rate is the demo's; seed 0 chooses each arm's number of samples a step, of five (one
-update each, no warm-up; GRPO has up to eight to a prompt), and the seeds after it are scored.
+that reaches 0.99. The learning rate is the demo's; seed 0 chooses each arm's number of samples a step, of four (one
+update each, no warm-up; GRPO has eight to a prompt), and the seeds after it are scored.
 
 `noise`: samples a step at which the noise of the gradient is as large as itself, tr Σ / |G|² (arXiv 1812.06162), at the
 start: |G|² + tr Σ / n is the mean squared norm of gradients of n samples, measured for n = 8 and 32 at learning rate 0,
@@ -44,9 +44,9 @@ TEACH = [
 ]
 WHOLE = "distillation.distillation_loss.loss_mode=reverse_kl"
 # Samples a step, and steps at most.
-SIZES = {"grpo": {64: 15, 16: 30, 8: 40, 4: 60, 2: 60}}
+SIZES = {"grpo": {256: 12, 64: 15, 16: 30, 8: 40}}
 for _arm in ("teacher", "two", "self", "token", "to_go", "critic"):
-    SIZES[_arm] = {32: 15, 8: 20, 4: 30, 2: 40, 1: 40}
+    SIZES[_arm] = {32: 15, 8: 20, 4: 30, 2: 40}
 TAUGHT = ("grpo", 64, 0)  # the run that makes the teacher: arm, samples a step, seed
 # The sampled token's log ν − log π as its advantage, or as its reward: summed to the end, without and with a critic.
 SIGNAL = ["distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=true"]
@@ -110,9 +110,7 @@ def _done(code: int) -> None:
 
 def settings(arm: str, out: Path, samples: int) -> list[str]:
     if arm == "grpo":
-        n = min(samples, 8)
-        sizes = {"data.train_batch_size": samples // n, "actor_rollout_ref.actor.ppo_mini_batch_size": samples // n}
-        return [f"actor_rollout_ref.rollout.n={n}", *(f"{key}={size}" for key, size in sizes.items())]
+        return [f"data.train_batch_size={samples // 8}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples // 8}"]
     batch = [f"data.train_batch_size={samples}", f"actor_rollout_ref.actor.ppo_mini_batch_size={samples}"]
     if arm == "self":
         return [*TEACH, *batch, *SIGNAL, f"distillation.teacher_models.me.prompt_template='{HINT}'"]
