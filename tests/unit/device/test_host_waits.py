@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassif
 from posed_device import DEVICE, Posed, PosedDevice, pose
 from recorded_graph import Captures
 from valor import algorithms
-from valor.models.attention import Segments, attention
+from valor.models.attention import Rule, Segments, attention
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 from valor.rollout.base import Request, SamplingParams
@@ -89,7 +89,7 @@ def test_shared_prefixes_without_variable_length_attention_need_no_scores_in_mem
     query, key, value = (torch.randn(1, heads, 15, 8, generator=generator) for heads in (4, 2, 2))
     keys = torch.tensor([*range(5), 0, 1, 2, 5, *range(6, 15)])  # row 1 begins with 3 tokens of row 0
     segments, lengths = Segments.of([5, 1, 9]), [5, 4, 9]
-    expected = attention(query, key, value, segments.reading(lengths, keys))
+    expected = attention(query, key, value, segments.reading(lengths, keys), Rule())
     heads, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
     def recorded(q, k, v, mask, **options):
@@ -99,7 +99,7 @@ def test_shared_prefixes_without_variable_length_attention_need_no_scores_in_mem
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
     with PosedDevice() as device:
         posed = (x.to(DEVICE) for x in (query, key, value))
-        found = attention(*posed, segments.to(DEVICE).reading(lengths, keys.to(DEVICE)))
+        found = attention(*posed, segments.to(DEVICE).reading(lengths, keys.to(DEVICE)), Rule())
         assert not device.waits.total(), device.waits
     assert isinstance(found, Posed) and set(heads) == {(4, 4, 4, False)}
     torch.testing.assert_close(found.held, expected)

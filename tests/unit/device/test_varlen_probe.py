@@ -25,7 +25,7 @@ ROWS = Batch(
 )
 
 
-def varlen(query, key, value, segments, scaling):
+def varlen(query, key, value, segments, rule):
     """As torch's: it is told where rows begin by tensors, and the last query sees the last key."""
     offsets = segments.offsets if segments.key_offsets is None else segments.key_offsets
     assert segments.offsets.dtype is offsets.dtype is torch.int32
@@ -36,9 +36,11 @@ def varlen(query, key, value, segments, scaling):
         pairwise(segments.offsets.tolist()), pairwise(offsets.tolist()), strict=True
     ):
         q, k, v = (x.transpose(0, 1) for x in (query[start:end], key[first:last], value[first:last]))
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        seen = rule.visible(q.shape[1], k.shape[1], q.device)
         gqa = len(q) != len(k)
-        found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=gqa))
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=rule.scaling, enable_gqa=gqa)
+        )
     return torch.cat(found, dim=1).transpose(0, 1)
 
 
