@@ -8,7 +8,7 @@ import torch
 from runs import assert_same_run, assert_same_weights, read_metrics, weights
 from safetensors.torch import load_file
 from test_distillation_runs import ALONE, LOSS, ONE_UPDATE, SIGNAL, make_teacher, taught
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from two_turns import settings
 
 from valor.collector.collector import Collector
@@ -121,6 +121,7 @@ def test_a_falling_weight_is_that_weight_in_its_step(teacher, overrides, tmp_pat
 MISTAKES = {
     "drop distillation.nnodes": ("distillation.nnodes=1",),
     "here adapters are trained": ("actor_rollout_ref.model.lora_rank=4",),
+    "set actor_rollout_ref.actor.strategy=fsdp2": ("actor_rollout_ref.actor.strategy=megatron",),
     "would round small moves away": ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",),
     "moves weights that this run loads": (
         "distillation.teacher_models.me.update_rate=0.1",
@@ -136,6 +137,16 @@ def test_what_cannot_follow_the_policy_is_one_line(line, tiny, overrides, tmp_pa
     assert main(overrides(tmp_path / "run", *more)) == 2
     (said,) = [text for text in capsys.readouterr().err.splitlines() if line in text]
     assert "Traceback" not in said and not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_another_size_cannot_follow_the_policy(tiny, overrides, tmp_path, capsys):
+    small = make_teacher(tiny["model"], tmp_path / "small", 5)
+    config = AutoConfig.from_pretrained(small)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    AutoModelForCausalLM.from_config(config).save_pretrained(small)
+    moving = "distillation.teacher_models.teacher_model.update_rate=0.25"
+    assert main(overrides(tmp_path / "run", *taught(small, *SIGNAL, *ALONE, moving))) == 2
+    assert "has other weights than the policy" in capsys.readouterr().err
 
 
 @pytest.mark.slow

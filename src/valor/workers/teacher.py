@@ -30,10 +30,9 @@ class TeacherWorker(ModelRole):
         self._limits = {"max_tokens": section.log_prob_max_token_len_per_gpu, "max_rows": section.max_rows}
         super().__init__(context, section, model, partial(load_policy, model), trainable=False)
         if teacher.update_rate is not None:
-            of_teacher, of_policy = (
-                [p.shape for p in x.module.parameters()] for x in (self.engine, context.roles["actor"].engine)
-            )
-            if of_teacher != of_policy:
+            policy = context.roles["actor"].engine
+            shapes = [[weight.shape for weight in x.module.parameters()] for x in (self.engine, policy)]
+            if shapes[0] != shapes[1]:
                 raise UserError(
                     f"the teacher '{model.path}' has other weights than the policy, and update_rate moves each to the "
                     "policy's: give it the policy's own model, or drop update_rate"

@@ -89,9 +89,8 @@ class Teachers(Phase):
         """Metrics: `distillation/coefficient`, the teachers' weight beside the task, where it falls."""
         teach = self.config.distillation
         falls = teach.distillation_loss.distillation_loss_coef_decay_steps is not None
-        return Batch({TEACHER: routed(batch, teach)}), {
-            "distillation/coefficient": teach.coefficient(step)
-        } if falls else {}
+        metrics = {"distillation/coefficient": teach.coefficient(step)} if falls else {}
+        return Batch({TEACHER: routed(batch, teach)}), metrics
 
 
 class MovingTeachers(Phase):
@@ -115,7 +114,8 @@ class MovingTeachers(Phase):
                 ),
                 f"{at} follows all weights of a policy, and here adapters are trained: set actor_rollout_ref.model."
                 "lora_rank=0": policy.model.lora_rank > 0,
-                f"{at} is for actor_rollout_ref.actor.strategy=fsdp": policy.actor.strategy == "megatron",
+                f"{at} is not for megatron: set actor_rollout_ref.actor.strategy=fsdp2": policy.actor.strategy
+                == "megatron",
                 f"{at}: bfloat16 weights would round small moves away: set distillation.fsdp_config.model_dtype="
                 "float32": config.distillation.fsdp_config.model_dtype != "float32",
             }
