@@ -165,7 +165,7 @@ def of_length(args: argparse.Namespace, length: int) -> dict[str, str]:
         arms = {arm: own for arm, own in arms.items() if arm not in args.without}
         filled = json.loads(json.dumps(arms).replace('"OWN"', json.dumps(own)).replace('"OTHER"', json.dumps(prover)))
         runs = args.out / f"runs_{length}_{noise:g}_{args.steps}"  # arms of one name are the same runs
-        folders = walks.run_arms(runs, settings, filled, args.seeds, args.parallel, files.walk)
+        folders = walks.run_arms(runs, settings, filled, range(args.seeds), args.parallel, files.walk)
         texts[f"{name} {length}"] = table(folders, files.walk, args.seeds)
     return texts
 

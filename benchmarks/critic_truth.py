@@ -53,7 +53,7 @@ def main() -> None:
     settings |= {"trainer.save_freq": EVERY, "trainer.max_ckpt_to_keep": None}
     runs = args.out / f"kinds_{args.length}_{args.noise:g}_{args.steps}"
     kinds = {kind: own for kind, own in KINDS.items() if kind not in args.without}
-    folders = walks.run_arms(runs, settings, kinds, args.seeds, args.parallel, files.walk)
+    folders = walks.run_arms(runs, settings, kinds, range(args.seeds), args.parallel, files.walk)
     found = {
         kind: [walks.scores(folder / f"seed_{seed}") for seed in range(args.seeds)] for kind, folder in folders.items()
     }

@@ -114,7 +114,7 @@ def run_arms(
     out: Path,
     settings: Mapping[str, Any],
     arms: Mapping[str, Mapping[str, Any]],
-    seeds: int,
+    seeds: Sequence[int],
     parallel: int,
     where: Walk,
 ) -> dict[str, Path]:
@@ -129,7 +129,7 @@ def run_arms(
         config_name="walk_ppo",
         base=dict(settings),
         arms={folders[name]: dict(own) for name, own in arms.items()},
-        seeds=list(range(seeds)),
+        seeds=list(seeds),
         metric="critic/score/mean",
         out=str(out),
     )

@@ -40,6 +40,10 @@ from {module} import {family}
 class {name}({generic}, {family}):
     config_class = {config}
     base_model_prefix = "{prefix}"
+
+    @classmethod
+    def is_custom_code(cls):
+        return False  # weights are renamed, and buffers filled, as for the family's own classes
 '''
 
 
@@ -57,7 +61,9 @@ def register_classifier(auto: Any, config: Any, path: str) -> None:
             "neither a critic nor a reward model: give a model of another family"
         )
     family = _family(causal)
-    parts = {"base_model_prefix": family.base_model_prefix or "model", "config_class": kind, "__module__": __name__}
+    # Renames weights and fills buffers as for the family's own classes.
+    parts: dict[str, Any] = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
+    parts |= {"base_model_prefix": family.base_model_prefix or "model", "config_class": kind}
     name = family.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")
     register_model(auto, kind, type(name, (generic, family), parts))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 
@@ -27,6 +28,15 @@ def disable_dropout(hf: Any) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def reads_later_tokens(config: Any) -> bool:
+    """Whether hidden states depend on later tokens: encoders, and Doge, which is causal only with a mask of its own.
+
+    True too of BART and its like, whose decoder alone is a causal model.
+    """
+    decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    return config.model_type == "doge" or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decoder)
 
 
 @contextmanager

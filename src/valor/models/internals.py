@@ -39,6 +39,29 @@ def around(module: nn.Module, hf: nn.Module) -> Any:
     return model
 
 
+def without_config(hf: nn.Module) -> nn.Module:
+    """The parts of a model, shared with it, in a module without `config`.
+
+    By a config's type peft 0.21 takes the names gate_proj, up_proj, down_proj and gate for transformers 4's experts and
+    routers, and so misses the shared experts and dense layers of DeepSeek, GLM and others, which have those names.
+    """
+    plain = nn.Module()
+    plain._modules = hf._modules
+    return plain
+
+
+def peft_renames(hf: Any, config: Any) -> bool:
+    """Whether peft, reading this LoraConfig for this model, takes names of layers for those of experts or gives up."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    again = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(again, model=hf, conversions=None)
+    except ValueError:
+        return True
+    return bool(again.target_parameters)
+
+
 def drop_unreduced_gradients(part: Any) -> None:
     """Forget the gradients that a backward pass, which was broken off, left in a module of FSDP2 before their
     reduction."""

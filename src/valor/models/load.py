@@ -12,7 +12,6 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -27,7 +26,7 @@ from valor.data.templates import template_text
 from valor.errors import UserError
 from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
-from valor.models.hf import quiet_transformers
+from valor.models.hf import quiet_transformers, reads_later_tokens
 from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
 from valor.models.internals import checkpoint_layers, processor_without_video
 from valor.models.lora import add_adapters
@@ -151,6 +150,8 @@ def load_policy(
 ) -> PolicyModel:
     """The causal language model at `model.path` on the CPU in `dtype`, dropout off. `seed`: of new adapters."""
     config = load_model_config(model)
+    if reads_later_tokens(config) and not config.is_encoder_decoder:
+        raise UserError(f"tokens of '{model.path}' ({config.model_type}) read later ones: give a causal language model")
     hf, info = _from_pretrained(policy_class(config), model, config, dtype)
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
@@ -179,10 +180,9 @@ def load_value_model(
     _agreed_head(path, described, head).write(config)
     for name, value in (says or {}).items():
         setattr(config, name, value)
-    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if encoder and (head is None or head.output != "label"):
+    if reads_later_tokens(config) and (head is None or head.output != "label"):
         raise UserError(
-            f"'{model.path}' is an encoder ({config.model_type}), and a value must not depend on later tokens: set "
+            f"tokens of '{model.path}' ({config.model_type}) read later ones, and a value must not depend on them: set "
             "critic.model.path to a causal language model"
         )
     register_classifier(AutoModelForTokenClassification, config, model.path)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
 from valor.models.hf import published_config
-from valor.models.internals import switch_adapter
+from valor.models.internals import peft_renames, switch_adapter, without_config
 from valor.models.value import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
@@ -89,18 +90,25 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     if targets == "all-linear":  # peft's own "all-linear" has routers and fused experts among them
         config.target_modules = list(linear)
         _tell_frozen(hf, linear.values())
-    base = _checksum(hf)
+    base, plain = _checksum(hf), without_config(hf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(config, hf, _NAME)
+            inject_adapter_in_model(config, plain, _NAME)
         except (ValueError, re.error) as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(f"model.target_modules={targets} of {type(hf).__name__}: {first}; {remedy}") from error
+    hf.peft_config = plain.peft_config
     for name, layer in adapted_layers(hf).items():
         if not isinstance(layer, Linear) or name not in linear:
             raise UserError(f"model.target_modules: {name} of {type(hf).__name__} can have no adapter; {remedy}")
     config.target_modules = sorted(t) if isinstance(t := config.target_modules, set) else t
+    if peft_renames(hf, config):
+        logger.warning(
+            "the folder '%s' of an exported %s is misread by peft, which takes its layers for experts: load the "
+            "merged model beside it",
+            ADAPTER_DIR, hf.config.model_type,
+        )  # fmt: skip
     config.task_type = next((task for kind, task in _TASKS.items() if type(hf).__name__.endswith(kind)), None)
     config.modules_to_save = heads or None
     scale = {"use_rslora": config.use_rslora, "alpha_pattern": config.alpha_pattern}
@@ -120,11 +128,18 @@ def _checksum(hf: Any) -> str:
 
 def linear_layers(hf: Any) -> dict[str, Any]:
     """The layers that may have adapters, by name: those that compute a product of their input and their weight alone,
-    without the head. A router, or experts in one tensor, is none."""
+    without the head. A router, or experts in one tensor, is none, nor what a Mamba block hands to its kernels as plain
+    weights: all its projections but the first; nor layers with one weight, of which an export can hold no two sums."""
     forwards, heads = (nn.Linear.forward, Conv1D.forward), [getattr(hf, name, None) for name in HEAD_NAMES]
     others = {*map(id, heads), id(hf.get_output_embeddings())}
-    modules = hf.named_modules()
-    return {name: part for name, part in modules if type(part).forward in forwards and id(part) not in others}
+    for block in hf.modules():
+        if {"A_log", "D"} <= block._parameters.keys():
+            others |= {id(part) for name, part in block.named_children() if name != "in_proj"}
+        elif "Router" in type(block).__name__:
+            others |= {*map(id, block.children())}
+    linear = [(name, part) for name, part in hf.named_modules() if type(part).forward in forwards]
+    layers_of = Counter(part.weight for _, part in linear)
+    return {name: part for name, part in linear if id(part) not in others and layers_of[part.weight] == 1}
 
 
 def _tell_frozen(hf: Any, linear: Iterable[nn.Module]) -> None:
@@ -141,9 +156,7 @@ def _tell_frozen(hf: Any, linear: Iterable[nn.Module]) -> None:
         kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in left))
         share = sum(left.values()) / sum(weight.numel() for weight in hf.parameters())
         what = "experts, routers and all else" if "expert" in kinds else "all"
-        logger.warning(
-            "LoRA on all-linear leaves frozen %s that is no linear layer, %.0f%%: %s", what, 100 * share, kinds
-        )
+        logger.warning("LoRA on all-linear leaves frozen %s that it cannot reach, %.0f%%: %s", what, 100 * share, kinds)
 
 
 def adapted_layers(hf: Any) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class Diagnosis:
     @property
     def gain(self) -> float:
         """By how much of that distance the mean score has risen."""
-        return self._above(fmean(self.all(_SCORE)[:WINDOW]))
+        early = self.all(_SCORE)[:WINDOW]
+        return self._above(fmean(early)) if early else 0.0
 
     def key(self, name: str) -> str:
         """A key for a remedy, with its value: `critic.optim.lr (1e-05)`."""
@@ -87,8 +88,8 @@ class Diagnosis:
         return f"{name} ({value:g})" if isinstance(value, int | float) else name
 
     def _above(self, score: float) -> float:
-        distance = fmean(self.all(_SCORE)[-WINDOW:]) - score
-        return distance / (self.high - self.low) if self.high > self.low else 0.0
+        late = self.all(_SCORE)[-WINDOW:]
+        return (fmean(late) - score) / (self.high - self.low) if late and self.high > self.low else 0.0
 
 
 def not_finite(run: Diagnosis) -> Verdict | None:
@@ -111,7 +112,7 @@ def out_of_memory(run: Diagnosis) -> Verdict | None:
     role = next((name for name in sections if run.now.get(f"{name}/oom_retries")), None)
     if role is None:
         return None
-    retries, tokens = run.now[f"{role}/oom_retries"], run.now.get(f"{role}/token_budget_min", 0)
+    retries, tokens = run.now[f"{role}/oom_retries"], run.now.get(f"{role}/token_budget_min") or 0
     return (
         f"{role} ran out of memory {retries:.0f} time(s); micro-batches were made smaller, down to {tokens:.0f} tokens,"
         " and repeated: nothing is lost but time",
@@ -146,12 +147,12 @@ def constant_reward(run: Diagnosis) -> Verdict | None:
 
 
 def groups_without_signal(run: Diagnosis) -> Verdict | None:
-    equal, rollout = run.last("reward/equal_groups"), "actor_rollout_ref.rollout"
-    if equal is None or run.low == run.high or equal - run.solved < 0.5:
+    equal, score, rollout = run.last("reward/equal_groups"), run.last(_SCORE), "actor_rollout_ref.rollout"
+    if equal is None or score is None or run.low == run.high or equal - run.solved < 0.5:
         return None
     return (
         f"all samples of a prompt have the same score for {equal:.0%} of the prompts, at a mean score of "
-        f"{run.last(_SCORE):.3g}: nothing is learnt from these",
+        f"{score:.3g}: nothing is learnt from these",
         f"draw others instead (algorithm.filter_groups.enable=true), more of each ({run.key(f'{rollout}.n')}), at a "
         f"higher temperature ({run.key(f'{rollout}.temperature')}), or take easier prompts",
     )
@@ -159,9 +160,9 @@ def groups_without_signal(run: Diagnosis) -> Verdict | None:
 
 def flat_reward(run: Diagnosis) -> Verdict | None:
     trained, part = len(run.all("actor/lr")), 15
-    if trained < 2 * part or run.low == run.high or run.solved > 0.9:
-        return None
     scores = run.all(_SCORE)[-trained:]
+    if min(trained, len(scores)) < 2 * part or run.low == run.high or run.solved > 0.9:
+        return None
     early, late = scores[:part], scores[-part:]
     change, noise = fmean(late) - fmean(early), math.sqrt((variance(early) + variance(late)) / part)
     if change >= 2 * noise:
@@ -186,8 +187,9 @@ def critic_does_not_learn(run: Diagnosis) -> Verdict | None:
     seen = f"the critic explains nothing of the returns: explained variance {present:.2g}, at best "
     seen += f"{max(explained):.2g}, in {trained} steps of training; "
     reach = max(abs(run.now.get(f"critic/returns/{end}") or 0.0) for end in ("min", "max"))
-    if reach > 4 * (run.settings.get("critic.cliprange_value") or math.inf):
-        norm, clip = run.last("critic/grad_norm"), run.key("critic.cliprange_value")
+    norm = run.last("critic/grad_norm")  # of a regression there is none
+    if norm is not None and reach > 4 * (run.settings.get("critic.cliprange_value") or math.inf):
+        clip = run.key("critic.cliprange_value")
         return (
             f"{seen}returns reach {reach:.3g}, a step moves a value by at most {clip}, and gradients (norm {norm:.3g}) "
             f"are cut to {run.key('critic.optim.clip_grad')}",

@@ -59,6 +59,7 @@ class RunRecorder:
         self.kind = type(config).__name__.removesuffix("Config")  # of run, in a word: PPO, SFT, …
         self._command, self._loggers = command, loggers
         self._tracker: Tracker | None = None
+        self._failed: set[str] = set()
 
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
@@ -76,8 +77,9 @@ class RunRecorder:
         self._diagnosis = Diagnosis(flatten(info.config))
         with Tracker(self._loggers, info) as self._tracker, show_progress():
             path = self.run_dir / METRICS_FILE
-            for earlier, metrics in (read_steps(path) if path.is_file() else {}).items():
-                self._diagnosis.add(earlier, metrics)
+            with self.beside("the diagnosis"):
+                for earlier, metrics in (read_steps(path) if path.is_file() else {}).items():
+                    self._diagnosis.add(earlier, metrics)
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             versions = {package: _version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
@@ -89,10 +91,21 @@ class RunRecorder:
         """Send one step's metrics and histograms to every logger, and what they diagnose to the console."""
         assert self._tracker is not None, "log() outside opened()"
         self._tracker.log(step, metrics)
-        for finding in self._diagnosis.add(step, metrics):
-            self.say(f"step {step}: {finding.text}; {finding.remedy}")
+        with self.beside("the diagnosis"):
+            for finding in self._diagnosis.add(step, metrics):
+                self.say(f"step {step}: {finding.text}; {finding.remedy}")
 
     say = staticmethod(say)
+
+    @contextmanager
+    def beside(self, what: str) -> Iterator[None]:
+        """A run does not end because what only describes it fails inside: that is said, once."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._failed:
+                say(f"{what} failed, and the run goes on: {type(error).__name__}: {error}")
+            self._failed.add(what)
 
     def save_checkpoint(self, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
         """Write `global_step_N`. With `keep_best` the best one outlives `max_ckpt_to_keep`."""
@@ -140,7 +153,8 @@ class PPORecorder(RunRecorder):
         super().log(step, metrics)
         began = time.monotonic()
         if self.config.trainer.report and began >= self._next_report:
-            build_report(self.run_dir, live=True)
+            with self.beside("the report"):
+                build_report(self.run_dir, live=True)
             now = time.monotonic()
             self._next_report = now + max(_REPORT_EVERY, 50 * (now - began))  # at most 2 % of the time
 

@@ -8,7 +8,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, build_hf
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PhimoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    Glm4MoeConfig,
+    PhimoeConfig,
+)
 
 from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.errors import UserError
@@ -249,3 +255,55 @@ def test_fused_experts_and_routers_stay_frozen_and_that_is_told(tmp_path, caplog
     for modules in (["router"], ["experts"], ["lm_head"]):
         with pytest.raises(UserError, match=r"set it to all-linear, or to some of \[q_proj,k_proj,v_proj,o_proj\]"):
             load_policy(ModelConfig(**model, target_modules=modules))
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["gate_proj", "down_proj"], r".*\.(gate|down)_proj"])
+def test_shared_experts_and_dense_layers_beside_fused_experts_have_adapters(modules, tmp_path, caplog, rows):
+    """By itself peft takes their names for those of transformers 4's experts, in DeepSeek, GLM and others."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "first_k_dense_replace": 1, "n_group": 1}
+    hf = Glm4MoeConfig(**sizes, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, vocab_size=VOCAB)
+    AutoModelForCausalLM.from_config(hf).save_pretrained(tmp_path / "base")
+    model = {"path": str(tmp_path / "base"), "enable_gradient_checkpointing": False}
+    policy = trained(load_policy(ModelConfig(**model, lora_rank=2, target_modules=modules)))
+    adapted = {*adapted_layers(policy.hf)}
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.down_proj"} <= adapted
+    assert not any("experts" in name and "shared" not in name for name in adapted)
+    assert any("misread by peft" in line for line in caplog.messages)
+    export_hf(policy, tmp_path / "merged")
+    merged, base = (load_policy(ModelConfig(**model | {"path": str(tmp_path / name)})) for name in ("merged", "base"))
+    with torch.no_grad():
+        expected = policy(rows)["log_probs"]
+        torch.testing.assert_close(merged(rows)["log_probs"], expected, rtol=0, atol=1e-5)
+        assert not torch.allclose(base(rows)["log_probs"], expected, atol=1e-3)
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "n_mamba_heads": 8}
+ZAMBA |= {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8, "adapter_rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "without"),
+    [
+        ("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}, "model.layers.0.mamba.out_proj"),
+        ("jamba", JAMBA, "model.layers.0.mamba.dt_proj"),
+        ("zamba2", {**ZAMBA, "num_hidden_layers": 4}, "model.layers.3.shared_transformer.self_attn.q_proj"),
+    ],
+)
+def test_weights_that_kernels_or_two_layers_read_have_no_adapters(kind, own, without, tmp_path, rows):
+    """By such a weight a block computes without the adapter, and a merged export would compute with it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | own)).save_pretrained(tmp_path / "base")
+    model = {"path": str(tmp_path / "base"), "enable_gradient_checkpointing": False}
+    policy = trained(load_policy(ModelConfig(**model, lora_rank=2)))
+    assert adapted_layers(policy.hf) and without not in adapted_layers(policy.hf)
+    export_hf(policy, tmp_path / "merged")
+    merged = load_policy(ModelConfig(**model | {"path": str(tmp_path / "merged")}))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(rows)["log_probs"], policy(rows)["log_probs"], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="can have no adapter"):
+        load_policy(ModelConfig(**model, lora_rank=2, target_modules=[without]))

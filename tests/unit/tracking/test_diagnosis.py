@@ -6,6 +6,8 @@ are called by the fault they were started with.
 """
 
 import json
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -71,7 +73,7 @@ def test_every_rule_has_a_run_that_it_speaks_of():
 @pytest.mark.parametrize(("ratio", "speaks"), [(1.7, True), (1.1, False), (0.5, False)])
 def test_a_critic_that_leaves_more_variance_than_the_group_does_is_named(ratio, speaks):
     found = Diagnosis({})
-    for step in range(1, 25):
+    for step in range(1, 36):
         harm = {"critic/baseline_variance/critic": 0.2 * ratio, "critic/baseline_variance/group_mean": 0.2}
         split = {"critic/vf_explained_var_within": -0.3, "critic/vf_explained_var_between": 0.9}
         scores = {"critic/score/mean": 0.5, "critic/score/min": 0.0, "critic/score/max": 1.0}
@@ -148,3 +150,28 @@ def test_a_critic_has_nothing_to_explain_where_every_return_is_the_same():
         return {name for name, found in diagnosis.findings.items() if found.last > 35}
 
     assert "critic_does_not_learn" in alarms(0.5) and "critic_does_not_learn" not in alarms(0.0)
+
+
+def test_rules_read_any_metrics_and_settings():
+    """Of a closed-form critic, of a run that was resumed, of a key of the user's own: what is missing ends no run."""
+    names = sorted({name for run in RECORDED.values() for name in run["metrics"]} | {"critic/vf_loss"})
+    kinds = {"critic.kind": ("probe", "model"), "critic.cliprange_value": (0.5, None), "reward.reward_kwargs": (None,)}
+    for seed in range(400):
+        draw = random.Random(seed)
+        run = Diagnosis({key: draw.choice(values) for key, values in kinds.items() if draw.random() < 0.8})
+        numbers = {name: draw.choice([None, 0.0, 1e-9, 0.3, 1.0, 30.0, -3.0, math.nan, math.inf]) for name in names}
+        there = draw.sample(names, draw.randrange(len(names) + 1))
+        for step in range(1, 36):
+            noise = draw.choice([0.0, 0.1])
+            metrics = {name: x if (x := numbers[name]) is None else x + noise * draw.random() for name in there}
+            run.add(step, metrics | {"training/global_step": step})
+
+
+def test_a_critic_in_closed_form_that_explains_nothing_has_no_gradients_to_name():
+    run = Diagnosis({"critic.kind": "probe", "critic.cliprange_value": 0.5, "data.train_batch_size": 8})
+    for step in range(1, 31):
+        ends = {"critic/returns/min": -2.5, "critic/returns/max": 2.5, "critic/vf_explained_var": -0.5}
+        scores = {"critic/score/mean": 0.5 + step % 2, "critic/score/min": -2.5, "critic/score/max": 2.5}
+        run.add(step, {"training/global_step": step, "critic/vf_loss": 1.0, **ends, **scores})
+    finding = run.findings["critic_does_not_learn"]
+    assert "explains nothing" in finding.text and "critic.kind=model" in finding.remedy

@@ -12,6 +12,7 @@ from valor.config import SFTConfig, TrainerConfig
 from valor.controller.placement import resolve_pool
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
+from valor.tracking import diagnosis
 from valor.trainer import checkpoints
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 from valor.trainer.recorder import RunRecorder
@@ -238,3 +239,11 @@ def test_the_state_of_the_last_step_is_not_that_of_the_one_that_failed(tmp_path)
         run.fit()
     state = open_checkpoint(tmp_path / "global_step_2").state
     assert len(state["sampler"]["drawn"]) == 8 and len(run.sampler.drawn) == 12
+
+
+def test_a_diagnosis_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(diagnosis.Diagnosis, "add", lambda *_: 1 / 0)
+    run = Counting(tmp_path / "run")
+    code = exit_code(run.fit)
+    assert code == 0 and run.step == 10
+    assert capsys.readouterr().out.count("the diagnosis failed, and the run goes on: ZeroDivisionError") == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -96,14 +98,16 @@ def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
     """The outermost blocks that transformers marks as not to be split. Those of a vision tower stay with the root: a
-    rank whose rows have no images does not call them."""
+    rank whose rows have no images does not call them. So do blocks that share weights (Zamba2)."""
     names = unsplit_classes(module)
     tower = vision_tower(module.hf) if hasattr(module, "hf") else None
     apart = set() if tower is None else {id(part) for part in tower.modules()}
     blocks = [part for part in module.modules() if type(part).__name__ in names and part is not module]
     inner = {id(p) for block in blocks for p in block.modules() if p is not block}
     inner |= apart
-    return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]
+    outer = {block: {*block.parameters()} for block in blocks if id(block) not in inner}
+    blocks_of = Counter(chain.from_iterable(outer.values()))
+    return [block for block, weights in outer.items() if weights and all(blocks_of[p] == 1 for p in weights)]
 
 
 def sequence_group(module: nn.Module, size: int) -> dist.ProcessGroup:

@@ -1,0 +1,177 @@
+"""Sampled tokens until a student is as good as its teacher, where eight choices lead to one late score: walks.
+
+    python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
+
+All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
+trained on half of the rooms and teaches that half. `teacher` and `two` compare whole distributions (reverse KL);
+`token`, `to_go` and `critic` know log ν of sampled tokens alone: as the token's advantage, as rewards summed to the
+end, and the same with a critic's values as the baseline (GAE, λ 0.9). Policies are scored exactly, by all walks from
+all rooms, after every second step. Tokens are the sampled ones up to the first such score that reaches the teacher's,
+less a hundredth of what can be won. Seed 100 chooses each arm's samples a step, of three; the seeds from 0 on are
+scored. One update a step (GRPO: eight samples to a prompt), no warm-up, one learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distillation_study import SIGNAL, WHOLE, median
+from valor.rewards.walk import Walk
+from walks import base, run_arms, scores, shown, trained, warm_start
+from which_critic import chance_and_best
+
+LENGTH = 8
+WITHIN = 0.01  # of the teacher's share of what can be won
+TUNING_SEED = 100
+CHECKED = 2  # steps between exact scores
+TEACHERS_STEPS = 60
+SIZES = {"grpo": {256: 80, 128: 120, 64: 160}}  # samples a step: steps at most
+SIZES |= {arm: {64: 60, 16: 80, 4: 120} for arm in ("teacher", "two", "token", "to_go", "critic")}
+GRPO = {"algorithm.adv_estimator": "grpo"}
+TEACH = {
+    "algorithm.adv_estimator": "grpo",
+    "distillation.enabled": True,
+    "distillation.distillation_loss.use_task_rewards": False,
+    "actor_rollout_ref.rollout.n": 1,
+}
+
+
+def _pairs(words: list[str]) -> dict[str, Any]:
+    return dict(word.split("=", 1) for word in words)
+
+
+TO_GO = {**_pairs(SIGNAL), "distillation.distillation_loss.signal": "reward"}
+FORMS: dict[str, dict[str, Any]] = {
+    "teacher": _pairs([WHOLE]),
+    "two": {**_pairs([WHOLE]), "distillation.teacher_key": "half"},
+    "token": _pairs(SIGNAL),
+    "to_go": {**TO_GO, "algorithm.adv_estimator": "reinforce_plus_plus"},
+    "critic": {**TO_GO, "algorithm.adv_estimator": "gae", "algorithm.lam": 0.9},
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Data whose rows say which half their room is in; the shared settings; the teachers, by name."""
+
+    out: Path
+    walk: Walk
+    settings: dict[str, Any]
+    teachers: dict[str, Path]
+
+    @classmethod
+    def prepare(cls, out: Path) -> Study:
+        files, policy = warm_start(out, LENGTH)
+        rows = pq.read_table(files.train)
+        halves = ["low" if int(prompt[-1]["content"]) < 4 else "high" for prompt in rows["prompt"].to_pylist()]
+        if "half" not in rows.column_names:
+            rows = rows.append_column("half", pa.array(halves))
+            pq.write_table(rows, files.train)
+        settings = {
+            **base(files, policy, LENGTH, TEACHERS_STEPS, 0.0),
+            "trainer.critic_warmup": 0,
+            "trainer.save_freq": -1,
+        }
+        teachers = {"one": trained(out / "one", settings | GRPO, files.walk) / "actor"}
+        for half in ("low", "high"):
+            own = out / f"{half}.parquet"
+            pq.write_table(rows.filter(pa.array([other == half for other in halves])), own)
+            taught = settings | GRPO | {"data.train_files": str(own)}
+            teachers[half] = trained(out / half, taught, files.walk) / "actor"
+        return cls(out, files.walk, settings, teachers)
+
+    def own(self, arm: str, samples: int) -> dict[str, Any]:
+        """The settings of an arm."""
+        steps = {"trainer.total_training_steps": SIZES[arm][samples], "trainer.save_freq": CHECKED}
+        prompts = samples // 8 if arm == "grpo" else samples
+        size = {"data.train_batch_size": prompts, "actor_rollout_ref.actor.ppo_mini_batch_size": prompts}
+        if arm == "grpo":
+            return {**GRPO, **steps, **size}
+        names = ("low", "high") if arm == "two" else ("one",)
+        paths = {f"distillation.teacher_models.{name}.model_path": str(self.teachers[name]) for name in names}
+        if arm == "two":
+            paths |= {f"distillation.teacher_models.{name}.key": name for name in names}
+        critic = {"critic.ppo_mini_batch_size": prompts} if arm == "critic" else {}
+        return {**TEACH, **steps, **size, **paths, **critic, **FORMS[arm]}
+
+    def run(self, arm: str, samples: int, seed: int, parallel: int) -> None:
+        run_arms(
+            self.out / "runs", self.settings, {f"{arm}-{samples}": self.own(arm, samples)}, [seed], parallel, self.walk
+        )
+
+    def shares(self, run: Path) -> dict[int, float]:
+        """By step: the exact score, between doors at random, 0, and the best walks, 1."""
+        chance, best = chance_and_best(self.walk)
+        return {step: (found["score"] - chance) / (best - chance) for step, found in sorted(scores(run).items())}
+
+    def tokens_to_goal(self, arm: str, samples: int, seed: int) -> tuple[float, float]:
+        """Sampled tokens up to the goal (infinite: never), and the last share."""
+        goal = max(self.shares(self.out / "one").values()) - WITHIN
+        run = self.out / "runs" / f"{arm}-{samples}" / f"seed_{seed}"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lengths = [row["response_length/mean"] for row in rows if "response_length/mean" in row]
+        shares = self.shares(run)
+        reached = min((step for step, share in shares.items() if share >= goal), default=None)
+        return math.inf if reached is None else samples * sum(lengths[:reached]), [*shares.values()][-1]
+
+    def best(self, arm: str) -> int:
+        """The samples a step that needed the fewest tokens with the tuning seed; where none arrived, the nearest."""
+        reached = {samples: self.tokens_to_goal(arm, samples, TUNING_SEED) for samples in SIZES[arm]}
+        return min(reached, key=lambda samples: (reached[samples][0], -reached[samples][1]))
+
+    def table(self, seeds: range) -> str:
+        lines = [
+            "| arm | samples a step | share at the end | seeds that arrive | tokens, median "
+            "| GRPO's / this, median (95 %) |",
+            "|---|---|---|---|---|---|",
+        ]
+        of_grpo = [self.tokens_to_goal("grpo", self.best("grpo"), seed)[0] for seed in seeds]
+        for arm in SIZES:
+            reached, last = zip(*(self.tokens_to_goal(arm, self.best(arm), seed) for seed in seeds), strict=True)
+            ratios = [0.0 if math.isinf(b) else a / b for a, b in zip(of_grpo, reached, strict=True)]
+            arrived = sum(map(math.isfinite, reached))
+            lines.append(
+                f"| {arm} | {self.best(arm)} | {shown(last)} | {arrived} of {len(seeds)} "
+                f"| {statistics.median(reached):,.0f} | {median(ratios)} |"
+            )
+        return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/distillation_walks"))
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    study, seeds = Study.prepare(arguments.out), range(arguments.seeds)
+    of_teachers = {name: max(study.shares(arguments.out / name).values()) for name in study.teachers}
+    print("shares of the teachers:", of_teachers, flush=True)
+    for arm in SIZES:
+        for samples in SIZES[arm]:
+            study.run(arm, samples, TUNING_SEED, arguments.parallel)
+            print(arm, samples, *study.tokens_to_goal(arm, samples, TUNING_SEED), flush=True)
+    for seed in seeds:
+        for arm in SIZES:
+            study.run(arm, study.best(arm), seed, arguments.parallel)
+    goals = ", ".join(f"{name} {share:.3f}" for name, share in of_teachers.items())
+    text = f"Shares of what can be won of the teachers: {goals}.\n\n{study.table(seeds)}"
+    print(text)
+    if arguments.write:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        about = f"`python benchmarks/distillation_walks.py --seeds {arguments.seeds}`, commit {commit}."
+        arguments.write.write_text(f"# Teachers and GRPO on walks\n\n{about}\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
