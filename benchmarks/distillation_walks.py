@@ -3,12 +3,10 @@
     python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
 
 All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
-trained on half of the rooms and teaches that half. `teacher` and `two` compare whole distributions (reverse KL);
-`token`, `to_go` and `critic` know log ν of sampled tokens alone: as the token's advantage, as rewards summed to the
-end, and the same with a critic's values as the baseline (GAE, λ 0.9). Policies are scored exactly, by all walks from
-all rooms, after every second step. Tokens are the sampled ones up to the first such score that reaches the teacher's,
-less a hundredth of what can be won. Seed 100 chooses each arm's samples a step, of three; the seeds from 0 on are
-scored. One update a step (GRPO: eight samples to a prompt), no warm-up, one learning rate.
+trained on half of the rooms and teaches that half. Both compare whole distributions (reverse KL). Policies are scored
+exactly, by all walks from all rooms, after every second step. Tokens are the sampled ones up to the first such score
+that reaches the teacher's, less a hundredth of what can be won. Seed 100 chooses each arm's samples a step; the seeds
+from 0 on are scored. One update a step (GRPO: eight samples to a prompt), no warm-up, one learning rate.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distillation_study import SIGNAL, WHOLE, median
+from distillation_study import median
 from valor.rewards.walk import Walk
 from walks import base, run_arms, scores, shown, trained, warm_start
 from which_critic import chance_and_best
@@ -36,27 +34,14 @@ TUNING_SEED = 100
 CHECKED = 2  # steps between exact scores
 TEACHERS_STEPS = 60
 SIZES = {"grpo": {256: 80, 128: 120, 64: 160}}  # samples a step: steps at most
-SIZES |= {arm: {64: 60, 16: 80, 4: 120} for arm in ("teacher", "two", "token", "to_go", "critic")}
+SIZES |= {"teacher": {4: 240, 2: 320}, "two": {4: 240}}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 TEACH = {
     "algorithm.adv_estimator": "grpo",
     "distillation.enabled": True,
     "distillation.distillation_loss.use_task_rewards": False,
     "actor_rollout_ref.rollout.n": 1,
-}
-
-
-def _pairs(words: list[str]) -> dict[str, Any]:
-    return dict(word.split("=", 1) for word in words)
-
-
-TO_GO = {**_pairs(SIGNAL), "distillation.distillation_loss.signal": "reward"}
-FORMS: dict[str, dict[str, Any]] = {
-    "teacher": _pairs([WHOLE]),
-    "two": {**_pairs([WHOLE]), "distillation.teacher_key": "half"},
-    "token": _pairs(SIGNAL),
-    "to_go": {**TO_GO, "algorithm.adv_estimator": "reinforce_plus_plus"},
-    "critic": {**TO_GO, "algorithm.adv_estimator": "gae", "algorithm.lam": 0.9},
+    "distillation.distillation_loss.loss_mode": "reverse_kl",
 }
 
 
@@ -74,9 +59,9 @@ class Study:
         files, policy = warm_start(out, LENGTH)
         rows = pq.read_table(files.train)
         halves = ["low" if int(prompt[-1]["content"]) < 4 else "high" for prompt in rows["prompt"].to_pylist()]
-        if "half" not in rows.column_names:
-            rows = rows.append_column("half", pa.array(halves))
-            pq.write_table(rows, files.train)
+        extra = [{**info, "half": half} for info, half in zip(rows["extra_info"].to_pylist(), halves, strict=True)]
+        rows = rows.set_column(rows.column_names.index("extra_info"), "extra_info", pa.array(extra))
+        pq.write_table(rows, files.train)
         settings = {
             **base(files, policy, LENGTH, TEACHERS_STEPS, 0.0),
             "trainer.critic_warmup": 0,
@@ -101,8 +86,8 @@ class Study:
         paths = {f"distillation.teacher_models.{name}.model_path": str(self.teachers[name]) for name in names}
         if arm == "two":
             paths |= {f"distillation.teacher_models.{name}.key": name for name in names}
-        critic = {"critic.ppo_mini_batch_size": prompts} if arm == "critic" else {}
-        return {**TEACH, **steps, **size, **paths, **critic, **FORMS[arm]}
+            paths["distillation.teacher_key"] = "half"
+        return {**TEACH, **steps, **size, **paths}
 
     def run(self, arm: str, samples: int, seed: int, parallel: int) -> None:
         run_arms(
