@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The pictures of docs/value_lab.md, from the tables of results/critic_study.md, critic_truth.md and critic_search.md.
+"""The pictures of docs/value_lab.md, from tables of results/.
 
 python benchmarks/critic_pictures.py
 """
@@ -157,9 +157,10 @@ def main() -> None:
     kinds = {line[0]: list(zip(steps, map(number, line[1:]), strict=True)) for line in truth[1:]}
     curves("truth", "How much of the true value does a critic explain?", kinds, "PPO step")
 
-    lines = tables("critic_study.md", "methods 8")[0][1:]
-    methods = {"8 doors": [(line[0], number(line[1])) for line in lines]}
-    intervals("methods", "With a critic and without, at equal tokens", methods, "share of the way to the best walks")
+    luck, noise = (tables(f"{page}.md", block)[0][1:] for page, block in (("luck", "table"), ("which_critic", "0.5")))
+    arms = {"luck that the state shows": [(line[0], number(line[1])) for line in luck]}
+    arms["noisy walks"] = [(line[0], number(line[2])) for line in noise]
+    intervals("arms", "With a critic and without, at equal tokens", arms, "right choices; share of the way to the best")
 
     lines = tables("critic_study.md", "missing 8")[0][1:]
     missing = {"8 doors": [(line[0], number(line[1])) for line in lines]}

@@ -75,7 +75,7 @@ def tuned(out: Path, settings: dict[str, Any], arm: str, parallel: int, walk: Wa
     return grid[list(named).index(best)]
 
 
-def table(folders: dict[str, Path], chosen: dict[str, dict[str, Any]], walk: Walk) -> str:
+def table(folders: dict[str, Path], chosen: dict[str, dict[str, Any]], walk: Walk, noise: float) -> str:
     """Share of what can be won, over the seeds whose runs have ended in every arm."""
     ended = [{run.name for run in folder.glob("seed_*") if scores(run)} for folder in folders.values()]
     seeds = sorted(set.intersection(*ended))
@@ -93,7 +93,7 @@ def table(folders: dict[str, Path], chosen: dict[str, dict[str, Any]], walk: Wal
         used, took = (sum(f(folders[name] / seed) for seed in seeds) / len(seeds) for f in (tokens, seconds))
         cells = [name, short(chosen[name]), shown(values), *against, str(lost), f"{used:,.0f}", f"{took:.0f}"]
         rows.append("| " + " | ".join(cells) + " |")
-    return f"{len(seeds)} seeds.\n\n" + "\n".join(rows)
+    return f"{len(seeds)} seeds.\n\n<!-- {noise:g} -->\n" + "\n".join(rows) + f"\n<!-- /{noise:g} -->"
 
 
 def main() -> None:
@@ -119,7 +119,12 @@ def main() -> None:
         arms = {arm: ARMS[arm][0] | setting for arm, setting in chosen.items()}
         for seeds in range(1, args.seeds + 1):  # seed by seed, so that there is a table at any time
             folders = run_arms(out, settings, arms, range(seeds), args.parallel, files.walk)
-        page += ["", f"## Noise of outcomes {noise:g}, {STEPS[noise]} steps", "", table(folders, chosen, files.walk)]
+        page += [
+            "",
+            f"## Noise of outcomes {noise:g}, {STEPS[noise]} steps",
+            "",
+            table(folders, chosen, files.walk, noise),
+        ]
     PAGE.write_text("\n".join(page) + "\n")
     print("\n".join(page))
 

@@ -85,6 +85,8 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     config.inference_mode, config.lora_dropout, config.modules_to_save = False, 0.0, None
     config.task_type = "SEQ_CLS"  # peft's word for: "all-linear" leaves out a head of any kind
     targets, linear = config.target_modules, linear_layers(hf)
+    if not linear:
+        raise UserError(f"{type(hf).__name__} has no layer that can have an adapter: set model.lora_rank=0")
     names = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     remedy = f"adapters are for linear layers below the head: set it to all-linear, or to some of [{names}]"
     if targets == "all-linear":  # peft's own "all-linear" has routers and fused experts among them
