@@ -36,7 +36,10 @@ def reads_later_tokens(config: Any) -> bool:
     True too of BART and its like, whose decoder alone is a causal model.
     """
     decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    return config.model_type == "doge" or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decoder)
+    others = ("doge", "xlnet", "bert-generation")  # in no list of transformers
+    return (config.model_type in others and not decoder) or (
+        type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decoder
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.export import export_hf
+from valor.models.hf import reads_later_tokens
 from valor.models.load import load_policy, load_sequence_classifier, load_value_model
 from valor.models.reward import RewardModel
 from valor.models.value import ValueHead
@@ -95,3 +96,6 @@ def test_an_encoder_is_refused(tmp_path):
         load_value_model(section(tmp_path))
     with pytest.raises(UserError, match="read later ones"):
         load_policy(ModelConfig(path=str(tmp_path)))
+    for kind in ("doge", "xlnet", "bert-generation"):
+        assert reads_later_tokens(AutoConfig.for_model(kind))
+    assert not any(reads_later_tokens(AutoConfig.for_model(kind)) for kind in ("gpt_neox", "qwen2", "gpt2"))
