@@ -11,11 +11,14 @@ Each line is a process of its own; the first step is left out. Run it with nothi
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import psutil
 
 from page import write_block
 
@@ -69,19 +72,21 @@ def settings(algorithm: str, what: str, tokens: int) -> list[str]:
     ]
 
 
-def measure(folder: Path, algorithm: str, what: str, tokens: int, steps: int) -> tuple[float, float]:
-    """Median seconds of the steps after the first, and the peak of resident memory in GB."""
+def measure(folder: Path, algorithm: str, what: str, tokens: int, steps: int) -> str:
+    """Cells: median seconds of the steps after the first, steps a second, and the peak of resident memory in GB."""
     command = [sys.executable, "-m", "valor", "ppo", *settings(algorithm, what, tokens)]
     command += [f"trainer.total_training_steps={steps}", "trainer.resume_mode=disable"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode == -signal.SIGKILL:
+        return f" | | does not fit into {psutil.virtual_memory().total / 1e9:.0f}"
     if process.returncode:
         sys.exit(f"{algorithm}, {what}: exit code {process.returncode}\n{(folder / 'log').read_text()[-3000:]}")
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(row["timing_s/step"] for row in rows if row["step"] > 1)
-    return seconds, usage.ru_maxrss * 1024 / 1e9
+    return f"{seconds:.2f} | {1 / seconds:.3f} | {usage.ru_maxrss * 1024 / 1e9:.1f}"
 
 
 def main() -> None:
@@ -95,8 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         make_inputs(Path(name), TINY if args.tiny else QWEN3)
         for algorithm, what in CASES:
-            seconds, memory = measure(Path(name), algorithm, what, args.tokens, args.steps)
-            lines.append(f"| {algorithm} | {what} | {seconds:.2f} | {1 / seconds:.3f} | {memory:.1f} |")
+            lines.append(f"| {algorithm} | {what} | {measure(Path(name), algorithm, what, args.tokens, args.steps)} |")
             print(lines[-1], flush=True)
     if args.write:
         write_block(args.write, "laptop", "\n".join(lines))

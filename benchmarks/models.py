@@ -17,22 +17,17 @@ import contextlib
 import json
 import logging
 import multiprocessing
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
-from multiprocessing.context import ForkProcess
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
@@ -41,11 +36,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from sharded_model import in_fork, sharded, within
 from valor.cli import main as valor
-from valor.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig
-from valor.data.batch import Batch
-from valor.engines.distributed import destroy_process_group, init_process_group
-from valor.engines.fsdp.engine import build_fsdp
+from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.lab import arithmetic
 from valor.lab.demo import ppo_overrides
 from valor.models.export import export_hf
@@ -184,11 +177,6 @@ def sampled(policy: PolicyModel, temperature: float) -> tuple[dict[str, torch.Te
     return batch, torch.tensor([output.log_probs for output in outputs])
 
 
-def within(one: torch.Tensor, other: torch.Tensor) -> str:
-    gap = (one - other).abs().max().item()
-    return "yes" if gap <= 1e-5 else f"{gap:.0e}"
-
-
 def adapters(folder: str, out: Path) -> str:
     """LoRA with random adapters: rollout against training, and against the merged export."""
     keys = {"use_remove_padding": False, "enable_gradient_checkpointing": False}
@@ -244,88 +232,6 @@ def last_step(run: Path) -> dict[str, float]:
     return {
         key: value for key, value in row.items() if not key.startswith(("timing", "perf/")) and "seconds" not in key
     }
-
-
-def in_fork(function: Callable[[], int], log: Path) -> None:
-    """A run by itself. RuntimeError: its exit code and its last line."""
-    process = fork(function, log)
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{process.exitcode}: {log.read_text().strip().splitlines()[-1]}")
-
-
-def fork(function: Callable[[], int], log: Path) -> ForkProcess:
-    """A process that ends with what `function` returns."""
-
-    def quiet() -> None:
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            raise SystemExit(function())
-
-    process = multiprocessing.get_context("fork").Process(target=quiet)
-    process.start()
-    return process
-
-
-def sharded(folder: str, out: Path) -> str:
-    """Two ranks of FSDP2, which gather each layer for each use, against one."""
-    for world in (1, 2):
-        port = free_port()
-        processes = [
-            fork(partial(on_rank, folder, out, rank, world, port), out / f"rank{rank}") for rank in range(world)
-        ]
-        for rank, process in enumerate(processes):
-            process.join(60)
-            if process.exitcode is None:
-                for each in processes:
-                    each.kill()
-                return "NO: waits for ever"
-            if process.exitcode:
-                return f"NO: {(out / f'rank{rank}').read_text().strip().splitlines()[-1][:90]}"
-    one, two = (torch.load(out / f"{world}.pt") for world in (1, 2))
-    for what in ("log_probs", "entropy", "gradients"):
-        if (answer := within(one[what], two[what])) != "yes":
-            return f"{what} {answer}"
-    with torch.no_grad():
-        exported = load_policy(ModelConfig(path=str(out / "export")))(rows())["log_probs"]
-    return "yes" if (answer := within(exported, two["after"])) == "yes" else f"export {answer}"
-
-
-def on_rank(folder: str, out: Path, rank: int, world: int, port: int) -> int:
-    """Saves the outputs of all rows, gradients relative to the largest, and log-probs after an update."""
-    init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    section = SimpleNamespace(fsdp_config=FSDPConfig(dtype="float32", reshard_after_forward=True))
-    section.optim = OptimConfig(lr=1e-3, clip_grad=1e9)
-    model = ModelConfig(path=folder)
-    engine = build_fsdp(section, model, partial(load_policy, model), device=torch.device("cpu"), total_steps=1)
-    present = range(rank, len(rows()["prompts"]), world)
-    share = Batch(rows()).take([*present])
-
-    def gathered(name: str, **options: Any) -> torch.Tensor:
-        part = torch.zeros_like(rows()["responses"], dtype=torch.float32)
-        part[[*present]] = engine.forward(share, **options)[name]
-        dist.all_reduce(part)
-        return part
-
-    result = {"log_probs": gathered("log_probs"), "entropy": gathered("entropy", with_entropy=True)}
-    engine.forward_backward(share, lambda outputs, _: (outputs["log_probs"].sum() / 20, {}))
-    grads = [p.grad.full_tensor() for p in engine.module.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    result["gradients"] = flat / flat.abs().max()
-    engine.optimizer_step()
-    engine.export(out / "export")
-    result["after"] = gathered("log_probs")
-    if rank == 0:
-        torch.save(result, out / f"{world}.pt")
-    destroy_process_group()
-    return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def packed(folder: str) -> str:
@@ -386,7 +292,7 @@ def line(kind: str) -> list[str] | None:
         cells += attempt(lambda: iter([packed(folder)]), 1)
         cells += attempt(lambda: iter([adapters(folder, out)]), 1)
         cells += attempt(lambda: critic(folder, out), 2)
-        cells += attempt(lambda: iter([sharded(folder, out)]), 1)
+        cells += attempt(lambda: iter([sharded(folder, out, rows())]), 1)
         cells += attempt(lambda: ppo(folder, out), 2)
     return cells
 

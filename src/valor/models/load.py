@@ -367,8 +367,7 @@ def _with_overrides(model: BackboneConfig) -> str:
 
 
 def _some(keys: set[str]) -> str:
-    shown = ", ".join(sorted(keys)[:3])
-    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return ", ".join(sorted(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 @contextmanager
@@ -390,9 +389,10 @@ def _explain(path: str, what: str, text: str) -> str:
         return out_of_reach(path)
     if "not a valid model identifier" in text or "Repo id must" in text:
         return f"'{path}' is neither a local directory nor a {what} on the Hugging Face hub"
+    if "contains custom code" in text:
+        return f"the {what} at '{path}' has code of its own: read its .py files, then set model.trust_remote_code=true"
     if "does not recognize this architecture" in text or "Unrecognized" in text:
-        version = transformers.__version__
-        return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
+        return f"transformers {transformers.__version__} cannot build the {what} at '{path}': {first}"
     if "ignore_mismatched_sizes" in text:
         return f"the weights in '{path}' have other sizes than its config.json says"
     if "no file named" in text:

@@ -88,7 +88,9 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
         if value_head:
             register_classifier(AutoModelForTokenClassification, config, model.path)
             config.num_labels = 1
-        hf: Any = (AutoModelForTokenClassification if value_head else policy_class(config)).from_config(config)
+        hf: Any = (AutoModelForTokenClassification if value_head else policy_class(config)).from_config(
+            config, trust_remote_code=model.trust_remote_code
+        )
     weights = sum(p.numel() for p in hf.parameters())
     stacks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in each.parameters()) for stack in stacks for each in stack), default=weights)

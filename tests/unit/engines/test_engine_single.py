@@ -14,6 +14,7 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.engines.fsdp import sharding
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.internals import checkpoint_layers
+from valor.models.policy import PolicyModel
 from valor.models.rows import ROW_FIELDS
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -194,6 +195,25 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     expected = gradients(plain)
     for name, grad in gradients(saving).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_checkpointing_does_not_make_routers_choose_at_random():
+    """Phi's routers add noise to their choice of experts in training mode, in which alone layers are checkpointed."""
+    from transformers import AutoModelForCausalLM, PhimoeConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_local_experts": 8}
+    config = PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=61, router_jitter_noise=0.3)
+    seen = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        policy = PolicyModel(AutoModelForCausalLM.from_config(config))
+        if checkpointed:
+            checkpoint_layers(policy.hf)
+        engine = FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)
+        engine.forward_backward(BATCH, loss_fn(TOKENS))
+        seen.append(gradients(engine))
+    for name, grad in seen[1].items():
+        torch.testing.assert_close(grad, seen[0][name], rtol=1e-5, atol=1e-7)
 
 
 def test_the_value_head_stays_float32_under_bfloat16():

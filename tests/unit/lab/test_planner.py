@@ -1,11 +1,14 @@
 """The planner's sizes against models that are built, by hand where that is short; what fits and what would make it."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from valor import cli
 from valor.config import BackboneConfig, PPOConfig, load
+from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.models.load import load_policy
 from valor.trainer import checks, memory_plan
@@ -22,6 +25,22 @@ SEVEN = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+
+
+def with_own_code(folder):
+    """A model whose classes are in Python files beside its weights."""
+    folder.mkdir()
+    (folder / "own_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    maps = {"AutoConfig": "own_llama.OwnConfig", "AutoModelForCausalLM": "own_llama.OwnForCausalLM"}
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "own_llama", "auto_map": maps, "vocab_size": 64, **sizes})
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +62,14 @@ def config(model, *overrides):
         "critic.ppo_mini_batch_size=64",
     ]
     return load([f"actor_rollout_ref.model.path={model}", *sizes, *overrides], PPOConfig).config
+
+
+def test_a_model_with_code_of_its_own_is_planned_where_that_is_trusted(tmp_path):
+    path = str(with_own_code(tmp_path / "own"))
+    trusted = shape_of(BackboneConfig(path=path, trust_remote_code=True))
+    assert trusted.weights == 2 * 64 * 32 + 32 + 2 * (2 * 32 + 4 * 32 * 32 + 3 * 32 * 48)
+    with pytest.raises(UserError, match=r"code of its own.*trust_remote_code=true"):
+        shape_of(BackboneConfig(path=path))
 
 
 def test_weights_are_counted_as_they_are_built(tmp_path):

@@ -95,7 +95,7 @@ class FSDPEngine(TrainingEngine):
         self._saves_memory = mesh.size() > 1 and reshards(fsdp, device)
         self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
-        self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
+        self._checkpointing = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
         self.optimizer = build_optimizer(module, optim) if optim is not None else None
         self._first_norm = self._weight_norm()
         if device.type in attention.VARLEN_DEVICES and getattr(module, "packed", False):
@@ -129,7 +129,9 @@ class FSDPEngine(TrainingEngine):
         """Out of memory, a single process makes its micro-batches smaller for good, and the metrics have `oom_retries`
         and `token_budget_min`; TrainingStopped: of one row, or with several processes."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
-        self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
+        self.module.eval()
+        for part in self._checkpointing:  # which acts in training mode alone; in it some routers choose at random
+            part.training = True
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         todo = self._micro_batches("train", batch, max_tokens, max_rows, share=self._sequence_parallel)
         metrics: list[Mapping[str, Any]] = []  # on the device, where passes are still under way
