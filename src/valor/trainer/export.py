@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 from valor.engines import checkpoint as engine_checkpoint
@@ -50,7 +51,10 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         auto = policy_class(config)
     else:
         register_classifier(auto, config, str(folder))
-    model = kind(_empty(auto, folder, config))
+    hf = _empty(auto, folder, config)
+    if (folder / MODEL_CONFIG_DIR / "generation_config.json").is_file():
+        hf.generation_config = GenerationConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
+    model = kind(hf)
     engine_checkpoint.load(folder, model, None)
     export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
     copy_processor(checkpoint / TOKENIZER_DIR, out)
