@@ -16,6 +16,8 @@ SINGLETON: tuple[str, ...] = ("zero", "raw")
 
 GroupIds = Tensor | Sequence[Any]
 
+_ROUNDING = 1e-6  # relative: eight times the distance of two float32 numbers
+
 
 def group_index(group_ids: GroupIds | None, size: int, device: torch.device | None = None) -> Tensor:
     """[B] int64 index 0..G−1 from ids of any kind: tensor, array, or a list of ints or strings."""
@@ -79,8 +81,12 @@ def sequence_scores(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def scored_groups(rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None) -> tuple[Groups, Tensor]:
-    """The groups of the rows, and each row's score [B]."""
-    return Groups(group_ids, len(rewards), rewards.device), sequence_scores(rewards, response_mask)
+    """The groups of the rows, and each row's score [B]: one for all rows of a group that differ in the rounding of
+    float32 alone, as sums of several rewards do. A standard deviation would make advantages of that."""
+    groups, scores = Groups(group_ids, len(rewards), rewards.device), sequence_scores(rewards, response_mask)
+    highest = groups.extreme(scores, "amax")
+    rounding = _ROUNDING * groups.extreme(sequence_scores(rewards.abs(), response_mask), "amax")
+    return groups, torch.where(highest - groups.extreme(scores, "amin") <= rounding, highest, scores)
 
 
 def spread_over_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:

@@ -133,20 +133,20 @@ def advantages_with_missing_rewards(
     rewards = apply_missing_reward(rewards, response_mask, missing, missing_reward, values)
     excluded = missing.bool() if missing_reward == "exclude" else torch.zeros_like(missing, dtype=torch.bool)
     loss_mask = response_mask.masked_fill(excluded.unsqueeze(1), 0.0)
-    whitens = "whitening" in ADVANTAGES[name].options
-    if whitens:
-        inputs["whitening"] = "none"
+    by_critic, whitens = missing_reward == "critic", "whitening" in ADVANTAGES[name].options
+    if whitens:  # two kinds of advantages are whitened together
+        inputs["whitening"] = "none" if by_critic else whitening
     if missing_reward == "bootstrap" and inputs.get("bootstrap_mask") is not None:
         inputs["bootstrap_mask"] = inputs["bootstrap_mask"].bool() & ~missing.bool()
     advantages, returns = compute_advantages(
         name, rewards=rewards, response_mask=response_mask, values=values, sample_mask=~excluded, **inputs
     )
-    if missing_reward == "critic":
+    if by_critic:
         rows = missing.bool().unsqueeze(1)
-        by_critic = critic_advantages(_require(values, "critic"), response_mask, whitening="none")
-        advantages, returns = by_critic[0].where(rows, advantages), by_critic[1].where(rows, returns)
-    if whitens:
-        advantages = masked_whiten(advantages, loss_mask, scope=whitening)
+        others = critic_advantages(_require(values, "critic"), response_mask, whitening="none")
+        advantages, returns = others[0].where(rows, advantages), others[1].where(rows, returns)
+        if whitens:
+            advantages = masked_whiten(advantages, response_mask, scope=whitening)
     if flip:
         advantages = torch.where(missing.bool().unsqueeze(1), -advantages, advantages)
     return advantages, returns, loss_mask

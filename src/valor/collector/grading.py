@@ -217,10 +217,11 @@ class Grading:
         if rule is None:
             return model
         components = {**rule.components, "acc": rule.correct, "rule_score": rule.score, **model.components}
+        error = " and ".join(e for e in (rule.error, model.error) if e is not None) or None
         return RewardResult(
             model.score + weights.rule_weight * rule.score,
-            components,
-            " and ".join(e for e in (rule.error, model.error) if e is not None) or None,
+            components if error is None else {},  # those of the part that failed are not there
+            error,
             max(rule.seconds, model.seconds),
             steps=(*model.steps, *scaled(rule.steps, weights.rule_weight)),
         )
@@ -240,7 +241,10 @@ class Grading:
             penalty_factor=buffer.penalty_factor,
         )
         return [
-            r._replace(score=r.score + p, components={"acc": r.correct, **r.components, "overlong_reward": p})
+            r._replace(
+                score=r.score + p,
+                components={"acc": r.correct, **r.components, "overlong_reward": p} if r.error is None else {},
+            )
             for r, p in zip(results, penalties.tolist(), strict=True)
         ]
 

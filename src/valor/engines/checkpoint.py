@@ -31,7 +31,7 @@ from valor.models.hf import published_config, tied_names
 from valor.models.lora import ADAPTER_DIR, adapter_record, has_adapters, is_trained, write_adapter_config
 
 STATE_FILE = "engine.json"
-MODEL_CONFIG_DIR = "huggingface"  # config.json of the model, and of its adapters
+MODEL_CONFIG_DIR = "huggingface"  # config.json of the model and of its adapters, generation_config.json
 FORMAT = 1
 _MOMENTS = 2  # tensors that AdamW keeps for each parameter
 
@@ -92,6 +92,8 @@ def write(
         hf.config.architectures = [type(hf).__name__.removeprefix("FSDP")]  # not that of the files it was loaded from
         with published_config(hf) as config:
             config.save_pretrained(path / MODEL_CONFIG_DIR)
+        if hf.can_generate():
+            hf.generation_config.save_pretrained(path / MODEL_CONFIG_DIR)
         if has_adapters(hf):
             write_adapter_config(hf, path / MODEL_CONFIG_DIR / ADAPTER_DIR)
     dist.barrier()

@@ -164,10 +164,19 @@ def component_scores(
     return out
 
 
+def always_learnt(config: PPOConfig) -> list[str]:
+    """The reward components that the run adds to those of the graders, and that are there to be learnt from."""
+    reward = config.reward
+    punishes_length = reward.reward_manager.name == "dapo" and reward.reward_kwargs.overlong_buffer_cfg.enable
+    return ["rm_score"] * reward.reward_model.scores + ["overlong_reward"] * punishes_length
+
+
 def check_components(config: PPOConfig, inputs: RunInputs) -> None:
     """UserError: a component that the estimator compares is missing in the grade of an empty response to one prompt of
     each source. A grader that fails on that is not judged."""
-    keys = config.algorithm.adv_kwargs.get(COMPONENTS[0]) or ()
+    added = always_learnt(config)
+    added += ["acc", "rule_score"] * bool(added)
+    keys = [key for key in config.algorithm.adv_kwargs.get(COMPONENTS[0]) or () if key not in added]
     if not keys or inputs.agents is not None or config.reward.reward_model.replaces_rule:
         return
     rows = {row.data_source: row for row in inputs.train}.values()

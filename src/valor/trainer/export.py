@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 from valor.engines import checkpoint as engine_checkpoint
@@ -36,21 +37,32 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer, from any world size.
 
     Adapters are merged into their base model, which is loaded again. UserError: no complete checkpoint, no such role in
-    it, or `out` has files already.
+    it, a model with code of its own, or `out` has files already.
     """
     folder = checkpoint / role
-    verify(checkpoint, only=f"{role}/")
+    step = verify(checkpoint, only=f"{role}/")["step"]
     if role not in _roles(checkpoint):
         raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
-    config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"'{folder}' is of a model with code of its own, which is not run from a checkpoint: go on from it with "
+            f"the run's command and trainer.total_training_steps={step}, which writes huggingface/{role}"
+        ) from error
     kind, auto = next((kind, auto) for end, kind, auto in _KINDS if config.architectures[0].endswith(end))
     if auto is None:
         auto = policy_class(config)
     else:
         register_classifier(auto, config, str(folder))
-    model = kind(_empty(auto, folder, config))
+    hf = _empty(auto, folder, config)
+    if (folder / MODEL_CONFIG_DIR / "generation_config.json").is_file():
+        hf.generation_config = GenerationConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
+    model = kind(hf)
     engine_checkpoint.load(folder, model, None)
     export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
     copy_processor(checkpoint / TOKENIZER_DIR, out)

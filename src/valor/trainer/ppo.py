@@ -170,10 +170,9 @@ class PPORun(Run):
         super().resume(checkpoint)
         self.collector.load(checkpoint.folder / _COLLECTOR_DIR)
 
-    def write_model(self, role: str, folder: Path | None = None) -> Path:
-        folder = super().write_model(role, folder)
+    def _complete(self, folder: Path) -> None:
+        super()._complete(folder)
         self._write_processor(folder)
-        return folder
 
     def _write_processor(self, folder: Path) -> None:
         if self.config.data.image_key is not None:

@@ -12,6 +12,7 @@ from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.controller.placement import MAIN, Placement
 from valor.data.sampler import PromptSampler
+from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
@@ -279,12 +280,19 @@ class Run(ABC):
         """Export a role as a Hugging Face directory, by default in the run's folder; returns the directory."""
         folder = folder or self.record.run_dir / "huggingface" / role
         self.roles[role].export(folder)
-        write_tokenizer(self.tokenizer, folder)
+        self._complete(folder)
         return folder
+
+    def _complete(self, folder: Path) -> None:
+        """Write what belongs to a model's directory beside its weights."""
+        write_tokenizer(self.tokenizer, folder)
 
     def _write_roles(self, folder: Path) -> None:
         for role in self.trained_roles:
             self.roles[role].save(folder / role)
+            plain = folder / role / MODEL_CONFIG_DIR
+            if any(plain.glob("*.safetensors")):  # hf_model, whose weights the role has written
+                self._complete(plain)
         self.tokenizer.save_pretrained(folder / TOKENIZER_DIR)
 
 

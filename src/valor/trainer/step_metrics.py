@@ -1,12 +1,13 @@
 """Metrics of a step's batch, under verl's names, and what they show of the critic."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor.algorithms import compute_advantages, mismatch_sums
-from valor.algorithms.groups import Groups
+from valor.algorithms.groups import Groups, scored_groups
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
@@ -52,7 +53,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
-    groups = [group for group in grouped(scores.tolist(), batch.objects["uid"]) if len(group) > 1]
+    _, outcomes = scored_groups(batch["token_level_scores"], mask, batch.objects["uid"])
+    groups = [group for group in grouped(outcomes.tolist(), batch.objects["uid"]) if len(group) > 1]
     if groups:
         out["reward/equal_groups"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
     if "values" in batch:
@@ -73,18 +75,24 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
     Of Monte-Carlo returns, by the critic as it was before this batch, and without whitening: lambda below 1 makes the
     variance small with any values. Where values have a target.
     """
+    batch = batch.take((batch["response_mask"] != 0).any(1).nonzero().flatten())  # what is rejected has no return
     mask, rewards = batch["response_mask"], batch["token_level_rewards"]
     none = torch.zeros_like(rewards)
     returns = compute_advantages(
         "gae", rewards=rewards, response_mask=mask, values=none, gamma=gamma, whitening="none"
     )[1].double()
     outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
-    prompts, everyone = (Groups(ids, len(mask), mask.device) for ids in (batch.objects["uid"], [0] * len(mask)))
-    others = torch.where(prompts.singleton, everyone.mean_of_others(outcomes), prompts.mean_of_others(outcomes))
+    others = mean_of_others(outcomes, batch.objects["uid"])
     where = batch.tensors.get("value_mask", mask) != 0
     variances = [(returns - base)[where].var(correction=0) for base in (batch["values"].double(), others[:, None])]
     names = ("critic/baseline_variance/critic", "critic/baseline_variance/group_mean")
     return {name: float(x) for name, x in zip(names, variances, strict=True)} if len(mask) > 1 and where.any() else {}
+
+
+def mean_of_others(outcomes: Tensor, prompts: Sequence[str]) -> Tensor:
+    """[E] float64 mean outcome of the prompt's other samples; of all others where it has none; NaN of one alone."""
+    of_prompt, everyone = (Groups(ids, len(outcomes), outcomes.device) for ids in (prompts, [0] * len(outcomes)))
+    return torch.where(of_prompt.singleton, everyone.mean_of_others(outcomes), of_prompt.mean_of_others(outcomes))
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:

@@ -14,7 +14,7 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
 from valor.data.sampler import shuffled
-from valor.errors import StepRefused
+from valor.errors import StepRefused, UserError
 from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
@@ -58,6 +58,12 @@ class Updates:
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
         count = len(self.rows_of_updates(role, batch, step, member))
+        if role == "actor" and self.old.on_policy and count > 1:
+            raise UserError(
+                f"a phase has chosen so many episodes that the policy has {count} updates in step {step}, and without "
+                "old log-probs it is to have one: choose no more than the step has, or set "
+                "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size"
+            )
         name = role if member == 0 else f"{role}_{member + 1}"
         worker, metrics_of_updates = self.roles[name], list[dict[str, float]]()
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)

@@ -29,6 +29,19 @@ def test_a_group_that_agrees_has_advantage_exactly_zero(name: str) -> None:
     assert not advantages[:7].any() and advantages[7:].any()
 
 
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("scale", [1.0, 33.0])
+def test_a_group_that_agrees_but_for_rounding_has_advantage_exactly_zero(name: str, scale: float) -> None:
+    """Rewards of steps that add up to the same score in other parts, such as those of an agent's turns."""
+    parts = [[0.1, 0.2, 0.4], [0.7, 0.0, 0.0], [0.35, 0.35, 0.0], [0.6, 0.05, 0.05], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    rewards, mask = torch.tensor(parts) * scale, torch.ones(6, 3)
+    assert len(set(rewards[:4].sum(1).tolist())) > 1
+    advantages, _ = algorithms.compute_advantages(
+        name, rewards=rewards, response_mask=mask, group_ids=[0] * 4 + [1, 1], **whitening_off(name)
+    )
+    assert not advantages[:4].any() and advantages[4:].any()
+
+
 def whitening_off(name: str) -> dict[str, str]:
     return {"whitening": "none"} if "whitening" in algorithms.ADVANTAGES[name].options else {}
 

@@ -102,6 +102,19 @@ def test_missing_reward_exclude_leaves_the_rows_out_of_loss_and_whitening() -> N
     torch.testing.assert_close(grouped[:, 0], torch.tensor([0.0, -0.4, 0.4]))  # of 0.5 and 0.9 alone
 
 
+def test_a_group_of_one_that_exclude_leaves_is_what_the_estimator_makes_of_it() -> None:
+    """Prompt 0 has one sample left: 0, and its score of 1 is one of the whitening's."""
+    rewards, mask, missing = torch.tensor([[1.0], [0.0], [1.0], [0.0], [0.0]]), torch.ones(5, 1), torch.zeros(5).bool()
+    missing[1] = True
+    shared = {"rewards": rewards, "response_mask": mask, "group_ids": [0, 0, 1, 1, 1]}
+    advantages, _, _ = algorithms.advantages_with_missing_rewards(
+        "reinforce_plus_plus_baseline", **shared, missing=missing, missing_reward="exclude"
+    )
+    others = torch.tensor([1.0, 2 / 3, -1 / 3, -1 / 3])
+    expected = torch.tensor([0.0, 0.0, *((others - others.mean()) / others.std())[1:]])
+    torch.testing.assert_close(advantages[:, 0], expected)
+
+
 def test_an_option_of_as_many_numbers_as_there_are_samples_is_not_cut() -> None:
     """λ of 1, 0 and 1 along the response, and three samples, one of which is left out: A = 0.2 + A', 0.2, 0.4."""
     advantages, _, _ = algorithms.advantages_with_missing_rewards(

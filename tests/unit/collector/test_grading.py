@@ -14,6 +14,7 @@ from valor.data.batch import Batch, pad_rows
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
 from valor.rollout.base import Output, Span
+from valor.trainer.advantage import component_scores
 
 
 class Graders:
@@ -140,6 +141,31 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
     config["reward"] = reward | {"reward_manager": {"name": "naive"}}
     out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10])).results
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
+
+
+@pytest.mark.parametrize("by", ["length", "model"])
+def test_a_failed_grader_has_the_error_score_in_every_component(by):
+    """Also where the run adds components of its own: an estimator that compares them goes on."""
+    reward: dict = {"max_error_ratio": 0.5, "error_score": -1.0}
+    if by == "length":
+        buffer = {"enable": True, "len": 4}
+        reward |= {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer}}
+    else:
+        reward["reward_model"] = {"enable": True, "model_path": "x", "rule_weight": 1.0}
+    graders, given = Graders(), iter([RewardResult(1.0, {"brief": 0.5}), RewardResult(-1.0, {}, "it is broken")])
+    graders.submit_all = lambda samples: [_done(next(given)) for _ in samples]
+    grading = Grading(PPOConfig.model_validate({"reward": reward}), inputs_with(graders), {})
+    grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
+    infos = [result.components for result in grading.training(batch_of([6, 7])).results]
+    added = "overlong_reward" if by == "length" else "rm_score"
+    found = component_scores(infos, ["brief", added], -1.0)
+    assert found["brief"].tolist() == [0.5, -1.0] and found[added][1] == -1.0
+
+
+def _done(result):
+    future = Future()
+    future.set_result(result)
+    return future
 
 
 def graded_with(*steps, mask=None):

@@ -52,7 +52,8 @@ def test_files_are_tensors_and_json_alone(tmp_path):
     train(engine, 1)
     engine.save(tmp_path)
     names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-    assert names == ["engine.json", "huggingface/config.json", "shard-00000.safetensors"]
+    described = [f"huggingface/{name}.json" for name in ("config", "generation_config")]
+    assert names == ["engine.json", *described, "shard-00000.safetensors"]
     with safe_open(tmp_path / names[-1], framework="pt") as file:
         stored = set(file.keys())
     parameters = {n for n, _ in engine.module.named_parameters()}

@@ -9,7 +9,8 @@ from valor.config import ActorConfig, AlgorithmConfig, PPOConfig, RolloutCorrect
 from valor.config.distillation import DistillationConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.trainer.advantage import component_scores, compute_advantages
+from valor.rewards.worker import RewardResult
+from valor.trainer.advantage import check_components, component_scores, compute_advantages
 from valor.trainer.old_log_probs import OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates, counted
@@ -134,6 +135,18 @@ def test_components_of_a_failed_grader_and_of_none():
     for info in ([{"a": 1}, {"b": 1}], [{}, {}], [{"a": "yes"}, {"a": 1}]):
         with pytest.raises(UserError, match="reward_keys: 'a'"):
             component_scores(info, ["a"], 0.0)
+
+
+def test_components_that_the_run_adds_are_not_asked_of_the_graders():
+    grade, row = RewardResult(0.0, {"a": 1.0}), SimpleNamespace(data_source="s", ground_truth="", extra_info={})
+    inputs = SimpleNamespace(agents=None, train=[row], rewards=SimpleNamespace(score=lambda samples: [grade]))
+    dapo = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 9}}}
+    models = {"reward_model": {"enable": True, "model_path": "x", "rule_weight": 1.0}}
+    for reward, added in ((dapo, ["overlong_reward"]), (models, ["rm_score", "rule_score"])):
+        algorithm = {"adv_estimator": "gdpo", "adv_kwargs": {"reward_keys": ["a", *added]}}
+        check_components(PPOConfig.model_validate({"algorithm": algorithm, "reward": reward}), inputs)
+        with pytest.raises(UserError, match=f"reward_keys: '{added[0]}'"):
+            check_components(PPOConfig.model_validate({"algorithm": algorithm}), inputs)
 
 
 def test_a_rejected_token_leaves_the_mask_and_the_counts():

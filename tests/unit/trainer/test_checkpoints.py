@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or absent, found again, cleared away."""
 
+import json
 import random
 from contextlib import suppress
 
@@ -8,6 +9,7 @@ import pytest
 from valor.errors import UserError
 from valor.tracking.rundir import rewind
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
+from valor.trainer.export import export_checkpoint
 
 
 def write(store: CheckpointStore, step: int, keep: set[int] = frozenset()) -> None:
@@ -28,6 +30,18 @@ def test_saved_is_found_and_read(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "global_step_3")
     assert (checkpoint.step, checkpoint.kind, checkpoint.state) == (3, "PPO", {"step": 3})
     assert found(store, "disable") is None
+
+
+def test_an_export_of_a_model_with_code_of_its_own_says_how_it_is_had(tmp_path):
+    config = {"model_type": "of_its_own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig"}}
+
+    def write_roles(folder):
+        (folder / "actor" / "huggingface").mkdir(parents=True)
+        (folder / "actor" / "huggingface" / "config.json").write_text(json.dumps(config))
+
+    checkpoint = CheckpointStore(tmp_path).save("PPO", {"step": 7}, write_roles, set())
+    with pytest.raises(UserError, match=r"code of its own.* trainer.total_training_steps=7, which writes"):
+        export_checkpoint(checkpoint, tmp_path / "out", "actor")
 
 
 def test_a_failed_save_leaves_nothing(tmp_path):

@@ -120,6 +120,19 @@ def test_episodes_of_several_rows_are_one_sample():
     assert out["values"].tolist() == [[0, 0], [0, 0], [1, 1]] and out["bootstrap_values"].tolist() == [0, 0.25, 1]
 
 
+def test_a_rejected_sample_says_nothing_of_the_others():
+    """Rejected are the first sample of prompt a, and one of the two of prompt b, whose other one is compared with all
+    that are left."""
+    rewards, mask = [[9.0], [1.0], [0.0], [9.0], [2.0]], [[0], [1], [1], [0], [1]]
+    batch = batch_of(rewards, [[0.0]] * 5, mask, "aaabb")
+    out, _ = after(phase(), batch)
+    assert out["group_baseline"].tolist() == [0, 0, 1, 0, 0.5] and out["values"][:, 0].tolist() == [0, 0, 1, 0, 0.5]
+    metrics = baseline_metrics(batch, 1.0)
+    assert metrics["critic/baseline_variance/group_mean"] == pytest.approx(np.var([1 - 0, 0 - 1, 2 - 0.5]))
+    alone, _ = after(phase(), batch_of([[9.0], [1.0]], [[0.0]] * 2, [[0], [1]], "aa"))
+    assert alone["values"].tolist() == [[0.0], [0.0]]
+
+
 def test_a_prompt_with_one_sample_is_refused():
     with pytest.raises(StepRefused, match="1 prompts of this step have one"):
         phase().refuse(batch_of([[1.0]] * 3, [[0.0]] * 3, [[1]] * 3, "aab"))

@@ -8,6 +8,7 @@ from valor import algorithms
 from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.trainer.advantage import compute_advantages
+from valor.trainer.phases.measure import BatchMetrics
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.step_metrics import critic_diagnostics
@@ -159,6 +160,20 @@ def test_excluded_trajectories_are_not_trained_on() -> None:
     assert not batch["advantages"][batch["reward_missing"]].any()
     batch, config, _ = shaped(batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward="exclude")
     assert len(rows_to_learn_from(batch, config)) == 0
+
+
+def test_excluded_trajectories_have_no_part_in_what_is_said_of_returns_and_values() -> None:
+    """Four of eight have no reward, so no return: all metrics of returns, advantages and values are the others'."""
+    batch, config, _ = shaped(batch_of([1.0, 0.25], rows=8), reward_mask_ratio=0.5, missing_reward="exclude")
+    batch["advantages"], batch["returns"] = compute_advantages(batch, config)
+    lengths = batch["response_mask"].sum(1).long()
+    batch = batch.union(Batch({"response_lengths": lengths, "prompt_lengths": lengths}))
+    measure = made(BatchMetrics, config, actor_rollout_ref={"rollout": {"n": 2}})
+    metrics, others = measure.run(batch, 1)[1], measure.run(rows_to_learn_from(batch, config), 1)[1]
+    of_all = ("critic/score", "critic/rewards", "response_length", "prompt_length", "reward/equal_groups")
+    learnt = {name: value for name, value in metrics.items() if not name.startswith(of_all)}
+    assert learnt == {name: others[name] for name in learnt} and learnt["critic/returns/min"] == 0.25
+    assert {"critic/vf_explained_var", "critic/baseline_variance/group_mean"} <= learnt.keys()
 
 
 def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:

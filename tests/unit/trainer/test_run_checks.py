@@ -13,6 +13,11 @@ SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.se
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
 ROLLOUT = "actor_rollout_ref.rollout"
 VTRACE = ["algorithm.adv_estimator=vtrace"]
+OVERLONG = ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
+OVERLONG += ["reward.reward_kwargs.overlong_buffer_cfg.len=16"]
+TEACHER_ALONE = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "distillation.enabled=true"]
+TEACHER_ALONE += ["distillation.teacher_models={a: {model_path: x}}"]
+TEACHER_ALONE += ["distillation.distillation_loss.use_task_rewards=false"]
 GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"]
 
 
@@ -73,6 +78,17 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ),
         ([*GDPO, "algorithm.gdpo_reward_weights=[1,2]"], "reward_weights=[1, 2]: give a list with one number for each"),
         ([*GDPO, "algorithm.gdpo_reward_weights=[x]"], "reward_weights=['x']: give a list with one number for each"),
+        ([*GDPO, "algorithm.reward_noise=0.1"], "algorithm.reward_source=critic and algorithm.reward_noise do not"),
+        (
+            [*GDPO, "algorithm.reward_source=critic", "critic.enable=true"],
+            "algorithm.reward_source=critic and algorithm.reward_noise do not",
+        ),
+        ([*GDPO, *OVERLONG], "overlong_reward is one of: add it to algorithm.adv_kwargs.reward_keys"),
+        (
+            [*GDPO, "reward.reward_model.enable=true", "reward.reward_model.model_path=x"],
+            "rm_score is one of: add it to algorithm.adv_kwargs.reward_keys",
+        ),
+        ([*TEACHER_ALONE, "algorithm.use_kl_in_reward=true"], "set actor_rollout_ref.actor.use_kl_loss=true instead"),
         (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
         (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
         (["algorithm.gae_unit=turn", "algorithm.truncation_bootstrap=true"], "use gae_unit=token or bilevel"),

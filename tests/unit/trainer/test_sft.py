@@ -1,6 +1,7 @@
 """Supervised training: which tokens count, the loss against transformers' own, resume, and bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,13 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from valor.config import SFTConfig, load
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
+from valor.trainer.export import export_checkpoint
 from valor.trainer.main_sft import main
 from valor.trainer.supervised import SFTRun
 from valor.workers.sft import token_loss
@@ -247,6 +249,23 @@ def test_a_run_learns_and_leaves_a_plain_model(model_dir, chats, tmp_path):
     ids = tokenizer("<|user|>12+34=<|assistant|>", return_tensors="pt").input_ids
     out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(out[0, ids.shape[1] :]) == "46<|end|>"
+
+
+def test_every_export_has_the_settings_of_generation_and_the_tokenizer(model_dir, chats, tmp_path):
+    """The run's, that of hf_model in a checkpoint, and that of `valor export`."""
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7]}
+    GenerationConfig(**settings).save_pretrained(model)
+    more = ("trainer.total_training_steps=1", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+    assert main(overrides(model, chats, tmp_path / "run", *more)) == 0
+    checkpoint = tmp_path / "run" / "global_step_1"
+    export_checkpoint(checkpoint, tmp_path / "exported", "actor")
+    ends = [5, 7, AutoTokenizer.from_pretrained(model_dir).eos_token_id]
+    folders = (tmp_path / "run" / "huggingface" / "actor", checkpoint / "actor" / "huggingface", tmp_path / "exported")
+    for folder in folders:
+        found = GenerationConfig.from_pretrained(folder).to_dict()
+        assert {name: found[name] for name in settings} == settings | {"eos_token_id": ends}, folder
+        assert AutoTokenizer.from_pretrained(folder).chat_template and AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(model_dir, chats, tmp_path):

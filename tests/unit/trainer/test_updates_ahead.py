@@ -7,7 +7,7 @@ import torch
 
 from valor.config import load
 from valor.data.batch import Batch
-from valor.errors import Diverged
+from valor.errors import Diverged, UserError
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates
 
@@ -72,6 +72,15 @@ def test_a_run_that_only_skips_ends_with_at_most_one_update_more():
     with pytest.raises(Diverged):
         run(worker)
     assert worker.seen.count("wait 2") == 1 and "start 4" not in worker.seen
+
+
+def test_more_episodes_than_have_one_update_need_old_log_probs():
+    """A phase of the user's own may choose episodes twice: of the second update the ratio is not 1."""
+    worker = Worker(apart=False)
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    with pytest.raises(UserError, match="has 2 updates in step 1"):
+        run(worker, *sizes)
+    assert worker.seen == []
 
 
 def test_mini_batches_that_are_measured_by_the_present_weights_are_not_handed_out_ahead():

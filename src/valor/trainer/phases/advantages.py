@@ -15,6 +15,7 @@ from valor.trainer.advantage import (
     FROM_THE_RUN,
     LOG_PROBS,
     OFFERED_COLUMNS,
+    always_learnt,
     compute_advantages,
     from_critic,
     offered_settings,
@@ -142,6 +143,9 @@ def _components(config: PPOConfig) -> Iterator[str]:
         yield (
             f"algorithm.adv_kwargs.reward_weights={weights}: give a list with one number for each of reward_keys={keys}"
         )
+    else:
+        at = "add it to algorithm.adv_kwargs.reward_keys, or switch off what gives it"
+        yield from (f"{reads} {key} is one of: {at}" for key in always_learnt(config) if key not in keys)
     yield from where_true(
         {
             f"{reads} algorithm.use_kl_in_reward does not touch: use actor_rollout_ref.actor.use_kl_loss instead": (
@@ -149,6 +153,8 @@ def _components(config: PPOConfig) -> Iterator[str]:
             ),
             f"{reads} algorithm.reward_mask_ratio and algorithm.reward_binarize do not touch: drop them or take "
             "another estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
+            f"{reads} algorithm.reward_source=critic and algorithm.reward_noise do not touch: drop them or take "
+            "another estimator": algorithm.reward_source == "critic" or algorithm.reward_noise > 0,
             f"{reads} reward.reward_model.gives=steps is none of: take another one": (
                 model.enable and model.gives == "steps"
             ),

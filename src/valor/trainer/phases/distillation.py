@@ -54,6 +54,9 @@ class Teachers(Phase):
                 f"the critic of {estimator} would learn for nothing, as distillation.distillation_loss.use_task_rewards"
                 f"=false leaves its advantages out: set {as_reward} with use_policy_gradient=true, or "
                 "algorithm.adv_estimator=grpo": teach.replaces_advantages and config.critic.enable,
+                "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
+                f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
+                "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
                 "distillation.teacher_models.<name>.prompt_template is for answers of one turn, and here episodes are "
                 "played: drop it": config.plays_episodes
                 and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from valor.algorithms.groups import Groups
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.trainer.phases.base import Metrics, Phase, where_true
+from valor.trainer.step_metrics import mean_of_others
 
 BASELINE, OUTPUTS = "group_baseline", "critic_outputs"  # columns [B] and [B, T]
 
@@ -81,9 +81,11 @@ class GroupBaseline(Phase):
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         episodes = Episodes(batch)
         outcomes = episodes.sums(batch["token_level_rewards"])
-        uid = [batch.objects["uid"][rows[-1]] for rows in episodes.rows]
-        baseline = Groups(uid, len(outcomes), outcomes.device).mean_of_others(outcomes).float()
         values, mask = batch["values"], batch["response_mask"]
+        present = (episodes.sums(mask) > 0).nonzero().flatten()  # the others are rejected
+        uid = [batch.objects["uid"][episodes.rows[number][-1]] for number in present.tolist()]
+        others = mean_of_others(outcomes[present], uid).float().nan_to_num()
+        baseline = torch.zeros_like(outcomes).index_copy_(0, present, others)
         if self.anchored:
             baseline = baseline - _first(values, mask)[torch.tensor([rows[0] for rows in episodes.rows])]
         baseline = episodes.spread(baseline)
