@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig
 
 from valor.errors import UserError
-from valor.lab.given import data_files, of_trl
+from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl
 
 MODEL = "actor_rollout_ref.model"
 
@@ -46,3 +46,20 @@ def test_a_table_is_not_taken_for_names_of_files():
         data_files("train", table, dict)
     with pytest.raises(UserError, match="val_data is a DataFrame: give its rows as dicts"):
         data_files("val", pytest.importorskip("pandas").DataFrame({"prompt": ["a"], "answer": ["b"]}), dict)
+
+
+def test_an_input_that_was_half_written_is_written_again(tmp_path):
+    tries = []
+
+    def write(folder):
+        folder.mkdir(exist_ok=True)
+        tries.append(folder)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        (folder / "tokenizer.json").write_text("{}")
+
+    tokenizer = InputFile("tokenizer-1", write)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.into(tmp_path)
+    assert [path.name for path in tokenizer.into(tmp_path).iterdir()] == ["tokenizer.json"]
+    assert file_of_bytes("rows", ".jsonl", b"x").into(tmp_path).read_bytes() == b"x"
