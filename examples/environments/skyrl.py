@@ -56,7 +56,7 @@ class SkyRLGym(Env):
 
     def step(self, text: str) -> Step:
         out = self._environment.step(text)
-        return Step(out["observations"], float(out["reward"]), bool(out["done"]))
+        return Step(out["observations"], float(out["reward"] or 0.0), bool(out["done"]))
 
     def close(self) -> None:
         if self._environment is not None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from io import TextIOWrapper
 from types import FrameType
 
 
@@ -72,6 +73,8 @@ def exit_code(command: Callable[[], int]) -> int:
 
     After a stop by a signal SIGINT is ignored: the process is ending, and its threads and processes may take a while.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to end a run
     in_main_thread = threading.current_thread() is threading.main_thread()
     handles = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:

@@ -1,11 +1,15 @@
 """A client of servers that take JSON: bounded concurrency, retries."""
 
 import asyncio
+import ipaddress
 import os
+import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
+from urllib.request import getproxies
 
 import httpx2
 
@@ -38,6 +42,21 @@ class LoopThread:
             self._thread.join()
 
 
+def past_proxies(*urls: str) -> dict[str, None]:
+    """`mounts` of a client of these addresses: those inside the network are asked directly, although the environment
+    names a proxy (http_proxy), which is there for the outside."""
+    if not getproxies():
+        return {}
+    mounts: dict[str, None] = {}
+    for url in urls:
+        with suppress(httpx2.InvalidURL, OSError, UnicodeError):  # whoever asks there says so; or the proxy knows it
+            host = httpx2.URL(url).host
+            numbers = [str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)]
+            if host and not any(ipaddress.ip_address(number).is_global for number in numbers):
+                mounts[f"all://[{host}]" if ":" in host else f"all://{host}"] = None
+    return mounts
+
+
 class Server(LoopThread):
     """Posts JSON from a thread of its own: `max_concurrent` jobs at once.
 
@@ -47,7 +66,8 @@ class Server(LoopThread):
     def __init__(self, url: str, *, api_key_env: str | None, max_concurrent: int) -> None:
         # Time is limited per request below; the client's own limits are per read and would cut long answers.
         limits = httpx2.Limits(max_connections=max_concurrent)
-        super().__init__(httpx2.AsyncClient(headers=json_headers(api_key_env), timeout=None, limits=limits))
+        headers, mounts = json_headers(api_key_env), past_proxies(url)
+        super().__init__(httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, mounts=mounts))
         self.url, self._api_key_env = url, api_key_env
         self._gate = asyncio.Semaphore(max_concurrent)
 
@@ -57,7 +77,7 @@ class Server(LoopThread):
         `who` is behind it; `url_key` and `key_key` are the configuration keys of its address and of its key.
         """
         try:
-            status = httpx2.get(url, headers=json_headers(self._api_key_env), timeout=10.0).status_code
+            status = ask("GET", url, api_key_env=self._api_key_env, timeout=10.0).status_code
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise UserError(f"no {who} at {url_key}={self.url}: {describe(error)}") from None
         if status in (401, 403):
@@ -99,6 +119,12 @@ class Server(LoopThread):
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
         raise TimeoutError(refusal)
+
+
+def ask(method: str, url: str, *, api_key_env: str | None, timeout: Any, json: Any = None) -> httpx2.Response:
+    """The reply to one request."""
+    with httpx2.Client(headers=json_headers(api_key_env), timeout=timeout, mounts=past_proxies(url)) as client:
+        return client.request(method, url, json=json)
 
 
 def json_headers(api_key_env: str | None) -> dict[str, str]:

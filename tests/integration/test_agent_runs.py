@@ -177,8 +177,11 @@ def gateway(*more):
     ]
 
 
-def test_programs_with_a_client_of_their_own(agents, recorded, tmp_path):
-    """As a function and as a command: the same episodes."""
+def test_programs_with_a_client_of_their_own(agents, recorded, tmp_path, monkeypatch):
+    """As a function and as a command: the same episodes, whatever proxy the environment names."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
     for name, how in (("function", f"{PROGRAM}:play"), ("command", f"'{sys.executable} {PROGRAM}'")):
         more = ["trainer.total_training_steps=1", *ONE_PROMPT] if name == "command" else []
         assert main(agents(tmp_path / name, *gateway(f"{name}={how}"), *more)) == 0

@@ -59,6 +59,13 @@ def test_a_value_beside_each_answer_is_that_of_the_critic(models):
         assert float(last) == pytest.approx(float(values[len(prompt) + len(written) - 2]), abs=6e-4)
 
 
+def test_bytes_of_another_encoding_and_brackets_in_a_path(models, tmp_path):
+    (tmp_path / "it's, (2)").symlink_to(models / "actor")
+    command = [sys.executable, "-m", "valor", "chat", str(tmp_path / "it's, (2)"), *SETTINGS]
+    done = subprocess.run(command, input=b"1\xff=\n5+6=\n", capture_output=True, timeout=300)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr.decode()
+
+
 def test_the_conversation_goes_on_until_there_is_no_room_and_a_critic_may_be_missing(models, chat, tmp_path):
     (tmp_path / "alone").symlink_to(models / "actor")
     small = ["data.max_prompt_length=28", "actor_rollout_ref.rollout.max_model_len=40"]

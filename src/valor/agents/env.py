@@ -26,12 +26,12 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class Step(NamedTuple):
-    """An answer to the policy: messages, or a text as one message of the user; the reward of the turn; and whether
-    the episode is over, so that nobody reads the messages. In a run with images a message's content may be a list of
-    parts {"type": "text", "text": text} and {"type": "image", "image": bytes, path or PIL image}."""
+    """An answer to the policy: messages, or a text as one message of the user; the reward of the turn (None: none); and
+    whether the episode is over, so that nobody reads the messages. In a run with images a message's content may be a
+    list of parts {"type": "text", "text": text} and {"type": "image", "image": bytes, path or PIL image}."""
 
     messages: Sequence[Message] | str
-    reward: float = 0.0
+    reward: float | None = 0.0
     done: bool = False
 
 

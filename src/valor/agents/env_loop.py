@@ -118,7 +118,7 @@ class EnvLoop(AgentLoop):
         """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
         ends would never lose."""
         messages, reward, done = step
-        play.reward(float(reward))
+        play.reward(float(reward or 0.0))
         if done or finish_reason != "stop":
             return "stop" if done else finish_reason
         if play.num_turns >= most_turns:

@@ -40,6 +40,9 @@ class GatewayLoop(AgentLoop):
 
     @cached_property
     def _gateway(self) -> Gateway:
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        # No proxy that the environment names reaches this process; programs ask with clients of their own.
+        os.environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, "127.0.0.1"))))
         return Gateway(listen("127.0.0.1", 0))
 
     def close(self) -> None:

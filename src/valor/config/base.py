@@ -136,6 +136,11 @@ def takes_lists(annotation: Any) -> bool:
     return get_origin(annotation) is list
 
 
+def takes_texts(annotation: Any) -> bool:
+    """Whether every value of this type is a text, a list of texts, or null."""
+    return _mentions(annotation, str) and not any(_mentions(annotation, kind) for kind in (int, float))
+
+
 def _mentions(annotation: Any, kind: type) -> bool:
     return annotation in (kind, Any) or any(_mentions(part, kind) for part in get_args(annotation))
 

@@ -11,7 +11,10 @@ import click
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
+from yaml import YAMLError
 
 from valor.config.inheritance import lookup
 from valor.config.tree import exists, is_section, plain_keys, schema
@@ -21,6 +24,7 @@ from valor.errors import UserError
 SWEEPS = "several runs are a sweep (valor lab sweep FILE.yaml)"
 _OPTIONS = "--config-name (-cn), --config-path (-cp), --dry-run, --help"
 _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
+_PATH = re.compile(r"[^\[{(,'\"\\][^,'\"\\]*/[^,'\"\\]*|[~/][^,'\"\\]*")  # whatever brackets are in it
 _BARE = re.compile(r"(?!(?:null|true|false|inf|nan|none)$)/?[a-z][\w./-]*", re.IGNORECASE)  # a text needs no quotes
 # "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
 _PLACEHOLDER = re.compile(r"\{\w+\}")
@@ -71,7 +75,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
     for text in texts:
         try:
             override = _parse(parser, text)
-        except HydraException:
+        except (HydraException, YAMLError, OmegaConfBaseException):
             override = None
         if override is not None and override.key_or_group:
             parsed.append(override)
@@ -88,8 +92,13 @@ def _parse(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_override(text)
     except HydraException:
-        if not value or _STRUCTURED.search(_PLACEHOLDER.sub("", value)):
+        if not value:
             raise
+        if _STRUCTURED.search(_PLACEHOLDER.sub("", value)) and not _PATH.fullmatch(value):
+            if value[0] not in "[{":
+                raise
+            # JSON, and texts without quotes that the grammar does not have (~/a.parquet, a URL): such is YAML too.
+            return parser.parse_override(f"{key}={literal(OmegaConf.to_container(OmegaConf.create(value)))}")
         # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL, a text with {names})
         # is plain text.
         return parser.parse_override(quoted)
@@ -104,6 +113,8 @@ def _advice(text: str) -> str:
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
             return f"'{opening}' and '{closing}' do not match"
+    if value[:1] in ("[", "{"):
+        return f"quote each text in it, and all of it for the shell: \"{key}=['...','...']\""
     return f"quote the value, for the shell and for the parser: \"{key}='...'\""
 
 

@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import YAMLError
 
+from valor.config.base import takes_texts
 from valor.config.command_line import SWEEPS, parse_overrides
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.inheritance import lookup
 from valor.config.presets import ALGORITHMS, DEFAULTS, ESTIMATOR, PRESETS, config_nodes, default_tree
-from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys, set_at
+from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys, schema, set_at
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
@@ -149,6 +150,9 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
     elif leaf is not None and not is_open(root, key):
         mistakes.append(f"unknown key '{key}': '{leaf}' is a value, it has no keys of its own")
     else:
+        if isinstance(value, int | float) and not isinstance(value, bool) and key in schema(root):
+            # A name such as 0.10, 1_000 or 8e12345 stays as it was typed.
+            value = (text or "").partition("=")[2].strip() if takes_texts(schema(root)[key].info.annotation) else value
         OmegaConf.update(config, key, value, force_add=True)
         reading.set_keys |= flatten(value, f"{key}.").keys()
 

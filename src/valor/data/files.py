@@ -8,6 +8,7 @@ Files of questions and answers (`valor.data.plain_rows`) are read too.
 
 import gzip
 import json
+import math
 import os
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,9 +46,10 @@ class DataRow:
 
     @property
     def lacks_truth(self) -> bool:
-        """There is no ground truth, or an empty one."""
+        """There is no ground truth, an empty one, or NaN, which pandas writes where there is none."""
         truth = self.ground_truth
-        return truth is None or truth in ([], {}) or (isinstance(truth, str) and not truth.strip())
+        is_nan = isinstance(truth, float) and math.isnan(truth)
+        return truth is None or is_nan or truth in ([], {}) or (isinstance(truth, str) and not truth.strip())
 
 
 def read_rows(
@@ -187,7 +189,7 @@ def same_text(messages: Messages) -> str:
 def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
     """Write records of any columns as parquet files; none appears under its name before all are written.
 
-    UserError: a file would have no rows, or a column mixes types.
+    UserError: a file would have no rows, or a column that parquet cannot hold.
     """
     tables = {(target := path.expanduser()): _table(target, rows) for path, rows in files.items()}
     try:
@@ -206,11 +208,14 @@ def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
 def _table(target: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     if not rows:
         raise UserError(f"{target}: there are no rows to write")
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    try:
-        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
-    except pa.ArrowException as error:
-        raise UserError(f"{target}: a column mixes types that parquet cannot hold together ({error})") from None
+    columns = {name: pa.nulls(0) for row in rows for name in row}
+    for name in columns:
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, OverflowError) as error:
+            why = f"mixes types, or has numbers, that parquet cannot hold ({error}): make it text"
+            raise UserError(f"{target}: the column '{name}' {why}") from None
+    return pa.table(columns)
 
 
 def _parquet_records(
@@ -246,7 +251,8 @@ def _rows_of(batches: Iterable[pa.RecordBatch], where: str) -> Iterator[dict[str
 def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     opener = gzip.open if file.name.endswith(".gz") else open
     try:
-        with opener(file, "rt", encoding="utf-8", errors="surrogatepass") as stream:  # check_text names the row
+        # With or without a byte-order mark; check_text names the row of half a character.
+        with opener(file, "rt", encoding="utf-8-sig", errors="surrogatepass") as stream:
             if ".jsonl" in file.name:
                 lines = ((f"{file}, line {i}", line) for i, line in enumerate(stream, start=1) if line.strip())
                 advice = "every line must be one JSON object"

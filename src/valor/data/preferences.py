@@ -1,6 +1,7 @@
 """Preference pairs: a prompt, a better and a worse response, as texts, and how well a reward model tells them apart."""
 
 import logging
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.files import read_records
-from valor.data.messages import parse_messages, row_options
+from valor.data.messages import kind_of, parse_messages, row_options
 from valor.data.prompts import Fits, tokenized
 from valor.data.reward_texts import Encoded, RewardTexts, text_rows
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
@@ -178,8 +179,9 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
     margin = record.get(data.margin_key) if data.margin_key is not None else None
-    if data.margin_key is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) < math.inf
+    if data.margin_key is not None and not is_number:
+        raise UserError(f"{where}: '{data.margin_key}' must be a number, got {kind_of(margin)}")
     source, (chosen, rejected) = record.get("source"), answers
     named = "unnamed" if source is None else str(source)
     template = data.apply_chat_template_kwargs | row_options(record, where)

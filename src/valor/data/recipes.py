@@ -86,6 +86,8 @@ def value(record: Record, *names: str) -> Any:
             entry = entry.get(part) if isinstance(entry, Mapping) else None
         if entry is not None:
             return entry
+    if null := next((name for name in names if name in record), None):
+        raise ValueError(f"has nothing in '{null}' (null): fill it in, or leave the row out")
     listed = " or ".join(f"'{name}'" for name in names)
     raise ValueError(f"has no {listed} (it has {', '.join(map(str, record))})")
 

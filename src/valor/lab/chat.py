@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -50,6 +51,8 @@ def run(config: PPOConfig, critic: str | None, system: str | None) -> int:
     """Answer the lines of standard input until it ends. `config.critic` is read where `critic` is given."""
     if critic is not None:
         check_critic(config, load_policy_tokenizer(config))
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes of another encoding are no reason to end
     if sys.stdin.isatty():
         print(f"{AGAIN} begins anew, Ctrl-D ends", flush=True)
     opening = [{"role": "system", "content": system}] if system else []
@@ -102,7 +105,7 @@ def _lines() -> Any:
             for line in sys.stdin:
                 loop.call_soon_threadsafe(queue.put_nowait, line.strip())
             loop.call_soon_threadsafe(queue.put_nowait, None)
-        except (RuntimeError, UnicodeDecodeError):  # the loop has ended
+        except RuntimeError:  # the loop has ended
             return
 
     Thread(target=read, daemon=True).start()

@@ -2,9 +2,10 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,7 +50,7 @@ def serve(
     """
     api_key = key_for(host, api_key_env)
     require_libraries()
-    config = _config(model, list(settings), "serve")
+    config = _config(model, list(settings), "serve", {})
     from valor.lab.serve import run
 
     return run(config, model, port, host, api_key, record)
@@ -73,7 +74,7 @@ def chat(model: str, settings: tuple[str, ...], critic: str | None, system: str 
     _without_dash(model, "chat")
     with temporary(model) as folder:
         policy, critic = exported(model, critic, Path(folder))
-        values = [] if critic is None else ["critic.enable=true", f"critic.model.path={critic}", "critic.freeze=true"]
+        values = {} if critic is None else {"critic.enable": True, "critic.model.path": critic, "critic.freeze": True}
         return run(_config(policy, list(settings), "chat", values), critic, system)
 
 
@@ -99,10 +100,11 @@ def _without_dash(model: str, name: str) -> None:
         raise UserError(f"valor {name} has no option '{model}'; see valor {name} --help")
 
 
-def _config(model: str, settings: list[str], name: str, more: Sequence[str] = ()) -> PPOConfig:
+def _config(model: str, settings: list[str], name: str, more: Mapping[str, Any]) -> PPOConfig:
     """The tree of `valor NAME MODEL`. UserError: a setting that is none, or that changes nothing here."""
     _without_dash(model, name)
-    fixed = [*more, f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+    one = {"trainer.controller": "local", "trainer.n_gpus_per_node": 1}
+    fixed = overrides(PPOConfig, {"actor_rollout_ref.model.path": model, **more, **one})
     typed = [setting.lstrip("+") for setting in settings if "=" in setting and not setting.startswith("-")]
     if unread := [setting for setting in typed if not setting.startswith(_READS)]:
         sections = ", ".join(f"{section}*" for section in _READS)

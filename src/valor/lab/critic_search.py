@@ -68,7 +68,8 @@ def results(answers: Batch, each: int, numbers: Sequence[int]) -> Iterator[dict[
     An answer's value is that at its last token: V of the state in which all but that token is written.
     """
     values = answers["values"].gather(1, answers["response_lengths"][:, None] - 1).squeeze(1).tolist()
-    texts = [info.get("pred") or None for info in answers.objects["reward_info"]]  # as the graders read them
+    read_as = [info.get("pred") for info in answers.objects["reward_info"]]  # by the graders; "": they found none
+    texts = [None if answer == "" else answer for answer in read_as]
     right, sampled = correct(answers).tolist(), answers["response_lengths"]
     read = sampled + answers["prompt_lengths"]
     for n in numbers:

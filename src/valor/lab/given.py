@@ -11,7 +11,6 @@ from valor.data.messages import check_text, drop_nulls
 from valor.data.plain_rows import as_messages, prompt_column, read_plain
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
-from valor.tracking.rundir import write_atomically
 
 Row = dict[str, Any]
 _OF_TRL = {
@@ -41,14 +40,16 @@ class InputFile:
         target = folder / self.name
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            self.write(target)
+            aside = target.with_name(f"{self.name}.partial")  # what an interrupt leaves is not taken for the whole
+            self.write(aside)
+            aside.rename(target)
         return target
 
 
 def file_of_bytes(stem: str, suffix: str, content: bytes) -> InputFile:
     """A file with this content."""
     name = f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
-    return InputFile(name, lambda target: write_atomically(target, content))
+    return InputFile(name, lambda target: target.write_bytes(content))
 
 
 def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
@@ -101,11 +102,9 @@ def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: b
         digest.update(weight.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
 
     def write(target: Path) -> None:
-        aside = target.with_name(f"{target.name}.partial")
-        model.save_pretrained(aside)
+        model.save_pretrained(target)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        aside.rename(target)
+            tokenizer.save_pretrained(target)
 
     settings: dict[str, Any] = {f"{key}.path": InputFile(f"model-{digest.hexdigest()[:12]}", write)}
     if tokenizer is None and reads_text:
@@ -122,6 +121,11 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
     """
     if isinstance(data, Mapping):
         raise UserError(f"{name}_data is a dict ({', '.join(map(str, data))}): give one split, or a list of rows")
+    if hasattr(data, "columns"):  # of pandas, polars or Arrow
+        kind = type(data).__name__
+        raise UserError(
+            f"{name}_data is a {kind}: give its rows as dicts, or a data set (datasets.Dataset.from_pandas)"
+        )
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
     if not several:
         raise UserError(f"{name}_data has no rows")

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal
+from valor.config.command_line import overrides as written
 from valor.config.describe import describe_errors, show
 from valor.config.inheritance import follows
 from valor.config.presets import COMMANDS
@@ -233,13 +234,14 @@ def _arguments(config: SweepConfig, arm: str, overrides: list[str], seed: int) -
         return _REFERENCE.sub(lambda match: f"{config.out}/{match[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
     options = {"--config-path": config.config_path, "--config-name": config.config_name}
+    names = {"trainer.experiment_name": f"{config.name}-{arm}-seed_{seed}"}
+    names["trainer.default_local_dir"] = f"{config.out}/{arm}/seed_{seed}"
     return [
         *(word for option, value in options.items() if value for word in (option, value)),
         *texts(config.base),
         *map(fill, overrides),
         f"trainer.seed={seed}",
-        f"trainer.experiment_name={config.name}-{arm}-seed_{seed}",
-        f"trainer.default_local_dir={config.out}/{arm}/seed_{seed}",
+        *written(COMMANDS[config.entry], names),
         "trainer.resume_mode=auto",
     ]
 

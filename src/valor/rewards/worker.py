@@ -149,9 +149,11 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
         steps = as_steps(value.get("step_rewards", ()))
         components = {str(k): _plain(v) for k, v in value.items() if k not in ("score", "step_rewards")}
         value = value["score"]
-    if value is None or isinstance(value, str):
-        raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'")
-    score = float(value)
+    number: Any = None if isinstance(value, str | bytes) else value  # which float() reads
+    try:
+        score = float(number)
+    except (TypeError, ValueError, RuntimeError):  # lists and tuples too, and arrays of several
+        raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'") from None
     for name, number in {"score": score, **components}.items():
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"the grader returned {number} as {name}")

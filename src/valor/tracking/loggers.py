@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
 
 from valor.errors import UserError, did_you_mean
@@ -240,7 +241,7 @@ class TrackioLogger(Service):
 class MlflowLogger(Service):
     """An MLflow run at MLFLOW_TRACKING_URI, else in mlflow.db of the run folder (`mlflow ui --backend-store-uri`).
 
-    MLflow has no histograms, and no `@` in names: `mean@8` becomes `mean_8`.
+    MLflow has no histograms, and names without `@` and empty parts: `val//data/x/mean@8` becomes `val/data/x/mean_8`.
     """
 
     name = "mlflow"
@@ -256,7 +257,7 @@ class MlflowLogger(Service):
         return self.run.info.run_id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        values = {_NOT_IN_MLFLOW.sub("_", key): float(value) for key, value in metrics.items()}
+        values = {normpath(_NOT_IN_MLFLOW.sub("_", key)): float(value) for key, value in metrics.items()}
         self.package.log_metrics(values, step=step)
 
     def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from valor.config.distillation import TeacherConfig
 from valor.data.batch import Batch
 from valor.errors import TrainingStopped, UserError
-from valor.http_client import Server, describe, json_headers
+from valor.http_client import Server, ask, describe
 
 _KEY_ENV = "OPENAI_API_KEY"
 _CONCURRENT, _ATTEMPTS, _SECONDS = 64, 5, 600.0  # requests; of each; for each attempt
@@ -76,7 +76,7 @@ def _served_name(teacher: TeacherConfig, key: str = "distillation.teacher_models
     if teacher.model_path is not None:
         return teacher.model_path
     try:
-        reply = httpx2.get(f"{teacher.url}/models", headers=json_headers(_KEY_ENV), timeout=30.0)
+        reply = ask("GET", f"{teacher.url}/models", api_key_env=_KEY_ENV, timeout=30.0)
         names = [model["id"] for model in reply.json()["data"]]
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise UserError(f"no server at {key}.url={teacher.url}: {describe(error)}") from None

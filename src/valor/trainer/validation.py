@@ -19,8 +19,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
-    """Score of the most frequent answer (ties: the one met first); samples without an answer do not vote."""
-    votes = Counter(a for a in answers if a is not None)
+    """Score of the most frequent answer (ties: the one met first); samples without an answer (None, or the empty text
+    that graders give) do not vote."""
+    votes = Counter(a for a in answers if a not in (None, ""))
     if not votes:
         return 0.0
     winner = votes.most_common(1)[0][0]

@@ -46,7 +46,7 @@ class World(Env):
             return Step([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], 0.0, False)
         if text == "stop":
             raise UserError("fix this")
-        return Step(f"you said {text}<|end|>", 0.5 if text == "half" else 0.0, text == "win")
+        return Step(f"you said {text}<|end|>", 0.5 if text == "half" else None, text == "win")
 
     def score(self):
         LOG.append("score")

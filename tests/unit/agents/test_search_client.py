@@ -104,6 +104,18 @@ def test_queries_of_one_call_are_one_request(server: FakeServer) -> None:
     assert server.requests == [{"queries": ["a", "b"], "topk": 2, "return_scores": True}]
 
 
+def test_a_server_inside_the_network_is_asked_past_the_proxy(
+    server: FakeServer, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", nobody)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert len(ask(server.url, ["a"], retries=0)) == 1
+    assert http_client.ask("GET", server.url, api_key_env=None, timeout=5.0).status_code == 501
+    urls = ["http://10.1.2.3:1/v1", "http://[::1]:1", "https://8.8.8.8/v1", "http://only-the-proxy.invalid/v1"]
+    assert [*http_client.past_proxies(*urls)] == ["all://10.1.2.3", "all://[::1]"]
+
+
 def test_documents_without_scores_are_understood(server: FakeServer) -> None:
     server.answer = lambda asked: (200, {"result": [[PARIS["document"]]]})
     assert ask(server.url, ["a"]) == [[Document(PARIS["document"]["contents"], 0.0)]]

@@ -139,6 +139,14 @@ def test_a_reader_that_stops_reading_is_no_error():
     assert out.stdout.count("\n") == 1 and out.stderr == ""
 
 
+def test_a_terminal_without_utf_8_shows_what_it_can():
+    code = "from valor.errors import exit_code; from valor.tracking.console import say\n"
+    code += "exit_code(lambda: (say('reward é 文'), print('文'), 0)[-1])"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (out.stdout, out.stderr) == ("reward \\xe9 \\u6587\n\\u6587\n", "")
+
+
 def test_a_process_that_ends_is_not_disturbed_by_another_ctrl_c():
     """Nested as in `valor ppo`; the second signal comes while threads and atexit handlers would still be at work."""
     code = """

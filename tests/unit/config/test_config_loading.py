@@ -405,3 +405,30 @@ def test_keys_of_what_does_not_run_refuse_nothing(root, override):
     more += ["algorithm.adv_estimator=grpo"] if root is PPOConfig else []
     loaded = load([*needs, *more, override], root)
     assert override.partition("=")[0].partition("{")[0] in " ".join(loaded.explicit_keys)
+
+
+@pytest.mark.parametrize("name", ["0.10", "1_000", "1e-5", "8e12345", "+5", "007"])
+def test_a_name_that_looks_like_a_number_stays_as_it_is_typed(name, tmp_path):
+    config = load([f"trainer.experiment_name={name}", f"data.train_files={name}", "trainer.seed=1_0"]).config
+    assert (config.trainer.experiment_name, config.data.train_files) == (name, [name])
+    assert config.trainer.default_local_dir == f"checkpoints/valor/{name}" and config.trainer.seed == 10
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load(["--config-path", str(tmp_path), "--config-name", "config"]).config == config
+
+
+def test_texts_in_lists_and_dicts_need_no_quotes_and_json_is_read():
+    home = str(Path("~/a.parquet").expanduser())
+    config = load(
+        [
+            "data.train_files=[~/a.parquet, /data/文 (1).parquet]",
+            'data.apply_chat_template_kwargs={"enable_thinking": false, "roles of": ["a", 1e-5, null]}',
+            "reward.custom_reward_function.reward_kwargs={'a': {b: [~/c]}}",
+            "trainer.default_local_dir=runs (old)/[x]",
+        ]
+    ).config
+    assert config.data.train_files == [home, "/data/文 (1).parquet"]
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "roles of": ["a", 1e-5, None]}
+    assert config.reward.custom_reward_function.reward_kwargs == {"a": {"b": ["~/c"]}}
+    assert config.trainer.default_local_dir == "runs (old)/[x]"
+    [line] = mistakes("data.train_files=[/a?b=1&c, 'd']")
+    assert "quote each text in it, and all of it for the shell: \"data.train_files=['...','...']\"" in line

@@ -44,6 +44,20 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
     assert [r.ground_truth for r in both] == ["2", "4", "2", "4"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, name: str) -> None:
+    text = json.dumps([record("π?")] if name == "a.json" else record("π?"), ensure_ascii=False)
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wt", encoding="utf-8-sig") as stream:
+        stream.write(text)
+    assert read_rows(tmp_path / name)[0].messages[0]["content"] == "π?"
+
+
+def test_what_pandas_writes_for_nothing_is_no_ground_truth(tmp_path: Path) -> None:
+    rows = read_rows(jsonl(tmp_path / "a.jsonl", *(record(truth=t) for t in (float("nan"), None, " ", 0.0, "nan"))))
+    assert [row.lacks_truth for row in rows] == [True, True, True, False, False]
+
+
 def test_a_row_knows_its_place(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record()) + "\n\n" + json.dumps(record()) + "\n")
@@ -195,6 +209,8 @@ def test_writing_replaces_whole_files(tmp_path: Path) -> None:
         write_parquet({path: []})
     with pytest.raises(UserError, match="mixes types"):
         write_parquet({path: [record(truth=1), record(truth="1")]})
+    with pytest.raises(UserError, match=r"column 'extra_info' .* too large .*: make it text"):
+        write_parquet({path: [record(extra_info={"n": 10**30})]})
     assert not path.exists()
     # A key that only later rows have is kept.
     write_parquet({path: [record(), record(level=3)]})

@@ -123,6 +123,8 @@ def test_mistakes_are_one_line_and_write_nothing(
     assert "gsm8k_test.jsonl, line 1: 'answer' has no '####'" in mistake("gsm8k", "--local", *files)
     write(gsm8k / "gsm8k_test.jsonl", {"question": "?"})
     assert "gsm8k_test.jsonl, line 1: has no 'answer' (it has question)" in mistake("gsm8k", "--local", *files)
+    write(gsm8k / "gsm8k_test.jsonl", {"question": "?", "answer": None})
+    assert "line 1: has nothing in 'answer' (null): fill it in, or" in mistake("gsm8k", "--local", *files)
     assert "no file for the test split" in mistake("gsm8k", "--local", files[0])
     (gsm8k / "empty").mkdir()  # no clone of the hub's repository
     line = "cannot be loaded" if find_spec("datasets") else "pip install datasets"

@@ -72,6 +72,7 @@ def test_columns_may_have_other_names(tmp_path):
         ({**PAIR, "chosen": 3}, {}, "'chosen' must be a list of messages"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, {}, "answer different prompts"),
         ({**PAIR, "margin": "much"}, {"margin_key": "margin"}, "'margin' must be a number, got str"),
+        ({**PAIR, "margin": float("nan")}, {"margin_key": "margin"}, r"'margin' must be a number, got float \('nan'\)"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, row, data, message):

@@ -1,10 +1,12 @@
 """Arguments of a Python call under TRL's names."""
 
+import types
+
 import pytest
 from peft import LoraConfig
 
 from valor.errors import UserError
-from valor.lab.given import of_trl
+from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl
 
 MODEL = "actor_rollout_ref.model"
 
@@ -36,3 +38,28 @@ def test_adapters_of_peft():
 def test_what_has_no_counterpart_is_answered(given, answer):
     with pytest.raises(UserError, match=f"^{answer}"):
         of_trl(given, MODEL)
+
+
+def test_a_table_is_not_taken_for_names_of_files():
+    table = types.SimpleNamespace(columns=["prompt", "answer"])
+    with pytest.raises(UserError, match="train_data is a SimpleNamespace: give its rows as dicts, or a data set"):
+        data_files("train", table, dict)
+    with pytest.raises(UserError, match="val_data is a DataFrame: give its rows as dicts"):
+        data_files("val", pytest.importorskip("pandas").DataFrame({"prompt": ["a"], "answer": ["b"]}), dict)
+
+
+def test_an_input_that_was_half_written_is_written_again(tmp_path):
+    tries = []
+
+    def write(folder):
+        folder.mkdir(exist_ok=True)
+        tries.append(folder)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        (folder / "tokenizer.json").write_text("{}")
+
+    tokenizer = InputFile("tokenizer-1", write)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.into(tmp_path)
+    assert [path.name for path in tokenizer.into(tmp_path).iterdir()] == ["tokenizer.json"]
+    assert file_of_bytes("rows", ".jsonl", b"x").into(tmp_path).read_bytes() == b"x"

@@ -118,3 +118,6 @@ def test_results_by_hand():
     assert (rows["best-of-N", 2]["accuracy"], rows["any right (pass@N)", 2]["accuracy"]) == (0.5, 1.0)
     assert (rows["weighted majority", 1]["sampled"], rows["weighted majority", 1]["read"]) == (2.0, 5.5)
     assert (rows["majority vote", 2]["sampled"], rows["majority vote", 2]["read"]) == (3.5, 0.0)
+    answers.objects["reward_info"] = [{"pred": answer} for answer in ("", 0, "", "4")]  # "" is none, and 0 is one
+    voted = {(row["method"], row["n"]): row for row in results(answers, 2, [2])}
+    assert voted["majority vote", 2]["accuracy"] == 1.0

@@ -135,3 +135,9 @@ def test_the_examples_can_run(file, monkeypatch):
     monkeypatch.chdir(file.parents[2])
     planned = plan_sweep(read_sweep(file))
     assert len(planned.runs) == len(planned.arms) * len(planned.config.seeds) and planned.differing
+
+
+def test_a_sweep_s_name_and_folder_may_have_brackets():
+    planned = plan_sweep(sweep(name="gae (1)", out="my, runs (2)/gae", arms={"a": {"critic.model.path": "x"}}))
+    assert "trainer.experiment_name='gae (1)-a-seed_3'" in planned.runs[0].command
+    assert planned.runs[0].folder == Path("my, runs (2)/gae/a/seed_3")

@@ -1,6 +1,9 @@
 """Rewards of parts of a response, on the tokens with which those parts are complete."""
 
+import re
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,3 +74,10 @@ def test_what_a_grader_returns_as_steps():
             as_steps(wrong)
     with pytest.raises(ValueError, match="not finite"):
         as_steps([(0, float("nan"))])
+
+
+@pytest.mark.parametrize("value", [[1.0], (1.0, {"acc": 1}), None, "1.0", {"score": [1.0]}, torch.ones(2), b"1", 1j])
+def test_what_is_no_score_is_shown(value):
+    shown = re.escape(repr(value["score"] if isinstance(value, dict) else value)[:60])
+    with pytest.raises(TypeError, match=f"the grader returned {shown}, not a number or a dict with 'score'"):
+        as_result(value, 0.0, 0.0)

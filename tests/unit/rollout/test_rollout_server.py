@@ -180,6 +180,14 @@ def test_a_server_that_stumbles_is_asked_again_and_one_that_is_gone_stops_the_ru
         alone.generate(requests(4))
 
 
+def test_servers_inside_the_network_are_asked_past_the_proxy(servers, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    check(servers[0])
+    assert len(started(servers).generate(requests(2))) == 2
+
+
 def check(fake: FakeServer, **more: object) -> None:
     check_server(settings([fake], **more), tokenizer)
 

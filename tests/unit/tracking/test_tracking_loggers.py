@@ -190,6 +190,20 @@ def test_wandb_that_refuses_leaves_the_records_alone(tmp_path, monkeypatch):
     assert records(tmp_path) == [{"step": 1}]
 
 
+def test_mlflow_gets_names_that_it_takes(tmp_path, monkeypatch):
+    logged = {}
+    fake = types.ModuleType("mlflow")
+    for name in ("set_tracking_uri", "set_experiment", "log_dict", "end_run"):
+        setattr(fake, name, lambda *args: None)
+    fake.start_run = lambda **how: types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"))
+    fake.log_metrics = lambda values, step: logged.update(values)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin=name))
+    with Tracker(["mlflow"], RunInfo(tmp_path)) as tracker:
+        tracker.log(1, {"val-core//home/me/data/reward/mean@1": 0.5, "loss": 1.0})
+    assert logged == {"val-core/home/me/data/reward/mean_1": 0.5, "loss": 1.0}
+
+
 def needs(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 

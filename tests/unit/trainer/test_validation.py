@@ -26,6 +26,8 @@ def test_majority_counts_answers_not_scores():
     assert majority_score(["7", "8", "8", None], [1.0, 0.0, 0.0, 0.0]) == 0.0
     assert majority_score(["7", "7", "8", None], [1.0, 1.0, 0.0, 0.0]) == 1.0
     assert majority_score([None, None], [0.0, 0.0]) == 0.0
+    assert majority_score(["", "", "7", ""], [0.0, 0.0, 1.0, 0.0]) == 1.0  # graders' "" is no answer
+    assert majority_score([0, 0, 5], [1.0, 1.0, 0.0]) == 1.0
 
 
 def test_metrics_are_means_over_prompts_of_each_source():

@@ -6,7 +6,7 @@ import httpx2
 
 from valor.config import RolloutConfig
 from valor.errors import UserError
-from valor.http_client import describe, json_headers
+from valor.http_client import ask, describe
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.client import CONNECT_SECONDS, root
 from valor.rollout.server.dialects import Completion, Reply, TokensAndImages, checked
@@ -154,7 +154,7 @@ class _Probe:
         timeout = httpx2.Timeout(_REPLY_SECONDS, connect=CONNECT_SECONDS)
         try:
             method = "GET" if body is None else "POST"
-            reply = httpx2.request(method, url, json=body, headers=json_headers(key), timeout=timeout)
+            reply = ask(method, url, api_key_env=key, timeout=timeout, json=body)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise UserError(f"no server answers at {_KEY}.server.base_url={self._url}: {describe(error)}") from None
         if reply.status_code in (401, 403):

@@ -11,7 +11,7 @@ import httpx2
 
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
-from valor.http_client import LoopThread, describe, json_headers
+from valor.http_client import LoopThread, describe, json_headers, past_proxies
 
 CONNECT_SECONDS = 10.0
 _PATIENCE = 30.0  # seconds for which a reachable server may refuse a request
@@ -34,7 +34,8 @@ class ServerClient(LoopThread):
     """Client of all servers of a run. An unreachable server is waited for during `timeout` seconds."""
 
     def __init__(self, config: ServerConfig) -> None:
-        super().__init__(httpx2.AsyncClient(headers=json_headers(config.api_key_env), limits=httpx2.Limits()))
+        headers, mounts = json_headers(config.api_key_env), past_proxies(*config.base_url)
+        super().__init__(httpx2.AsyncClient(headers=headers, limits=httpx2.Limits(), mounts=mounts))
         self.timeout = config.timeout
         self._unreachable: set[str] = set()
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from valor.config import ModelConfig, RolloutConfig
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
+from valor.http_client import ask
 
 _PAUSE, _END_SECONDS = 0.5, 30.0
 # The child ends with the process that started it, however that ends (prctl's PR_SET_PDEATHSIG, on Linux).
@@ -66,7 +67,7 @@ class StartedServer:
 
     def _generates(self) -> bool:
         with suppress(httpx2.HTTPError):
-            return httpx2.get(f"{self.url}/health_generate", timeout=20.0).status_code == 200
+            return ask("GET", f"{self.url}/health_generate", api_key_env=None, timeout=20.0).status_code == 200
         return False
 
     def revive(self) -> bool:
