@@ -1,4 +1,4 @@
-"""`valor demo --task luck` where the policy reads zeros in place of the random digits: only a critic can be told them."""
+"""`valor demo --task luck`, where the policy reads zeros in place of the random digits, which a critic can be told."""
 
 from valor.lab.luck_game import Luck
 
