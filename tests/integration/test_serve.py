@@ -102,7 +102,7 @@ def test_what_sessions_ask_at_once_is_generated_at_once(tiny, monkeypatch):
         return Episode((), (), "stop")
 
     monkeypatch.setattr(NativeEngine, "_decode_segment", watched)
-    serve.beside_engine(commands._config(str(tiny["model"]), SETTINGS, "serve"), play)
+    serve.beside_engine(commands._config(str(tiny["model"]), SETTINGS, "serve", {}), play)
     assert max(together) == 3  # max_concurrent_episodes
 
 
