@@ -103,8 +103,8 @@ def _without_dash(model: str, name: str) -> None:
 def _config(model: str, settings: list[str], name: str, more: Mapping[str, Any]) -> PPOConfig:
     """The tree of `valor NAME MODEL`. UserError: a setting that is none, or that changes nothing here."""
     _without_dash(model, name)
-    one = {"trainer.controller": "local", "trainer.n_gpus_per_node": 1}
-    fixed = overrides(PPOConfig, {"actor_rollout_ref.model.path": model, **more, **one})
+    process = {"trainer.controller": "local", "trainer.n_gpus_per_node": 1}
+    fixed = overrides(PPOConfig, {"actor_rollout_ref.model.path": model, **more, **process})
     typed = [setting.lstrip("+") for setting in settings if "=" in setting and not setting.startswith("-")]
     if unread := [setting for setting in typed if not setting.startswith(_READS)]:
         sections = ", ".join(f"{section}*" for section in _READS)

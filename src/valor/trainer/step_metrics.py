@@ -91,8 +91,8 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
 
 def mean_of_others(outcomes: Tensor, prompts: Sequence[str]) -> Tensor:
     """[E] float64 mean outcome of the prompt's other samples; of all others where it has none; NaN of one alone."""
-    of_prompt, everyone = (Groups(ids, len(outcomes), outcomes.device) for ids in (prompts, [0] * len(outcomes)))
-    return torch.where(of_prompt.singleton, everyone.mean_of_others(outcomes), of_prompt.mean_of_others(outcomes))
+    prompt, batch = (Groups(ids, len(outcomes), outcomes.device) for ids in (prompts, [0] * len(outcomes)))
+    return torch.where(prompt.singleton, batch.mean_of_others(outcomes), prompt.mean_of_others(outcomes))
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:
