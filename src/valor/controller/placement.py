@@ -26,6 +26,7 @@ class ResourcePool:
     device: str  # "cpu" or "cuda"
     num_threads: int  # CPU threads of each process
     deterministic: bool = False  # only algorithms that give the same bits every time, where torch has them
+    threads_note: str = ""  # why there are fewer threads than cores, for the user
 
     @property
     def world_size(self) -> int:
@@ -111,8 +112,8 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None, *, besi
         )
     processes = number or (gpus if device == "cuda" else 1)
     here = device == "cpu" and trainer.nnodes == 1 and cluster is None and not trainer.full_determinism
-    threads = threads_for(trainer, max(1, available_cores() // (processes + beside)), measure=here)
-    pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
+    threads, why = threads_for(trainer, max(1, available_cores() // (processes + beside)), measure=here)
+    pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism, why)
     controller = trainer.controller
     if controller == "auto":
         alone = pool.world_size == 1 and getattr(trainer, "node_rank", None) is None

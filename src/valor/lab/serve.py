@@ -32,6 +32,7 @@ from valor.agents.runner import EpisodeRunner
 from valor.collector.generation import sampling_params
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.tracking.console import say
 from valor.tracking.rundir import write_atomically
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def beside_engine(config: PPOConfig, play: Any, roles: Sequence[str] = ()) -> No
     tokenizer = load_policy_tokenizer(config)
     ask_template(tokenizer, (), config.data.apply_chat_template_kwargs)
     pool = resolve_pool(config.trainer).pools[MAIN]
+    if pool.threads_note:
+        say(pool.threads_note)
     GENERATION_ENGINES[rollout.name].check_start(config, pool.world_size)
     positions = num_positions(load_model_config(model).get_text_config())
     longest = min(rollout.max_model_len, positions or rollout.max_model_len)

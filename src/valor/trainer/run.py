@@ -110,7 +110,10 @@ class Run(ABC):
                 self.record.checkpoints.check_space(self._checkpoint_bytes())
                 self._say_space()
             stack.enter_context(self.record.opened(self.step, self.total_steps))
-            write_run_info(self.record.run_dir, threads=self.placement.pools[MAIN].num_threads)
+            pool = self.placement.pools[MAIN]
+            write_run_info(self.record.run_dir, threads=pool.num_threads)
+            if pool.threads_note:
+                self.record.say(pool.threads_note)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             yield self.before_steps()
