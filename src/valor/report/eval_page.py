@@ -31,7 +31,8 @@ def eval_page(results: Mapping[str, Any]) -> str:
         eyebrow="Valor · evaluation",
         title=", ".join(policy["name"] for policy in results["policies"]),
         facts=[
-            f"{results['samples']} answers to each prompt at temperature {results['temperature']:g}",
+            f"{results['samples']} answer{'s' * (results['samples'] > 1)} to each prompt "
+            f"at temperature {results['temperature']:g}",
             ", ".join(results["data"]),
             f"seed {results['seed']}",
         ],

@@ -57,14 +57,19 @@ def _traces(panel: Mapping[str, Any], line: Mapping[str, Any], key: str, series:
         yield {**common, **trend, "line": look | {"width": 2.2}}
 
 
-def _layout(panel: Mapping[str, Any], curves: list[Series]) -> dict[str, Any]:
-    values = [value for series in curves for value in series.finite()]
-    first, last = min(series.steps[0] for series in curves), max(series.steps[-1] for series in curves)
-    x, y = titled("step"), {}
+def _step_axis(first: int, last: int) -> dict[str, Any]:
+    x = titled("step")
     if last - first <= 6:
         x["dtick"] = 1  # no step 1.2
     if last == first:
         x["range"] = [first - 0.6, last + 0.6]
+    return x
+
+
+def _layout(panel: Mapping[str, Any], curves: list[Series]) -> dict[str, Any]:
+    values = [value for series in curves for value in series.finite()]
+    first, last = min(series.steps[0] for series in curves), max(series.steps[-1] for series in curves)
+    x, y = _step_axis(first, last), {}
     if len({*values}) == 1:  # not an axis around one number
         y["range"] = [min(0.0, 1.1 * values[0]), max(0.0, 1.1 * values[0]) or 1]
     if panel.get("unit") == "%":
@@ -109,7 +114,8 @@ def spreads(histograms: Mapping[str, list[StepHistogram]]) -> Iterator[Figure]:
             steps, spreads = zip(*evenly_spaced(recorded, MAX_POINTS), strict=True)
             low, middle, high = (list(ends) for ends in zip(*map(_quantiles, spreads), strict=True))
             lines = [band(steps, low, high, "--c1"), points(steps, middle, "median", "--c1", mode="lines")]
-            shown = figure(f"{name}-spread", f"Spread of the {name}", about["note"], lines, {"xaxis": titled("step")})
+            layout = {"xaxis": _step_axis(steps[0], steps[-1])}
+            shown = figure(f"{name}-spread", f"Spread of the {name}", about["note"], lines, layout)
             yield shown | {"section": about["section"]}
 
 

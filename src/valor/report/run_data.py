@@ -73,7 +73,8 @@ def read_run(run_dir: Path) -> RunData:
     findings = [*diagnosis.findings.values()]
     if reason := info.get("stopped"):
         last = max(steps, default=0)
-        findings.insert(0, Finding("stopped", f"the run ended early: {reason}", "start it again to go on", last, last))
+        remedy = "start it again to go on" if last else "mend that, and start it again"
+        findings.insert(0, Finding("stopped", f"the run ended early: {reason}", remedy, last, last))
     return RunData(run_dir, metrics, config or {}, info, read_samples(run_dir), histograms, findings)
 
 

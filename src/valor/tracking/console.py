@@ -79,7 +79,7 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     parts = [f"step {step:>{width}}/{total_steps}" if total_steps else f"step {step}"]
     for label, keys, form in _COLUMNS:
         value = next((metrics[key] for key in keys if key in metrics), None)
-        if value is None:
+        if value is None or (label == "ev" and math.isnan(value)):  # returns that are all equal have nothing to explain
             continue
         text = f"{label} {value:{form}}" if math.isfinite(value) else f"{label} {value}"
         if label == "ev" and (within := metrics.get("critic/vf_explained_var_within")) is not None:

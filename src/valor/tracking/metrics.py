@@ -98,12 +98,14 @@ class Histogram:
 def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
     """Of the finite entries of `array` where `mask` (same shape, 0/1) is set; None if there is none.
 
-    Torch tensors or NumPy arrays. Entries that are all equal lie in the middle of a range of width 1.
+    Torch tensors or NumPy arrays. Entries that are all equal lie in one bin without width.
     """
     chosen = _selected(array, mask)
     chosen = chosen[np.isfinite(chosen)]
     if chosen.size == 0:
         return None
+    if chosen.min() == chosen.max():
+        return Histogram(float(chosen[0]), float(chosen[0]), [chosen.size])
     counts, edges = np.histogram(chosen, bins=bins)
     return Histogram(float(edges[0]), float(edges[-1]), counts.tolist())
 

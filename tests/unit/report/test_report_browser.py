@@ -5,6 +5,7 @@ from chromium import BROWSER, Page
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
+from valor.tracking.rundir import write_run_info
 
 pytestmark = [
     pytest.mark.slow,
@@ -151,9 +152,12 @@ def test_sparse_runs_open_without_errors(browse, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"step": 1, "mine/odd": null, "training/rollout_probs_diff_mean": 0.0}\n')
-    grpo = make_run(tmp_path / "grpo", steps=2, critic=False)
+    grpo, without = make_run(tmp_path / "grpo", steps=2, critic=False), tmp_path / "without"
+    without.mkdir()
+    (without / "metrics.jsonl").touch()
+    write_run_info(without, stopped="nothing could be graded")
     with browse() as page:
-        for run_dir in (bare, grpo):
+        for run_dir in (bare, grpo, without):
             page.open(build_report(run_dir))
             page.wait_for("document.documentElement.dataset.ready === 'yes'")
             assert page.console() == []

@@ -73,6 +73,8 @@ def test_a_run_that_ended_in_its_first_step_has_a_report_that_says_why(tmp_path)
     write_run_info(tmp_path, stopped="8 of 8 samples could not be graded")
     page = build_report(tmp_path).read_text()
     assert "The run ended early: 8 of 8 samples could not be graded." in page and "Too early to say" not in page
+    assert "Mend that, and start it again." in page
+    assert "Every metric" not in page and 'class="tiles"' not in page  # there are none
 
 
 @pytest.mark.parametrize(("steps", "early"), [(4, True), (5, False)])

@@ -12,6 +12,13 @@ def test_a_band_of_four_fifths_around_the_median() -> None:
     assert median["y"] == [1.0, 1.643]
 
 
+def test_entries_that_are_all_equal_are_shown_as_they_are() -> None:
+    [shown] = spreads({"critic/advantages/histogram": [(1, Histogram(0.0, 0.0, [9])), (2, Histogram(0.5, 0.5, [9]))]})
+    band, median = shown["traces"]
+    assert median["y"] == [0.0, 0.5] and band["y"] == [0.0, 0.5, 0.5, 0.0]
+    assert shown["layout"]["xaxis"]["dtick"] == 1
+
+
 def test_returns_are_shown_beside_values_only() -> None:
     recorded = [(1, Histogram(0.0, 1.0, [1, 2]))]
     assert [*spreads({"critic/returns/histogram": recorded})] == []

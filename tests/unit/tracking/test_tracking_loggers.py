@@ -130,7 +130,7 @@ def test_a_histogram_counts_what_the_mask_lets_through():
     assert histogram(array, mask, bins=2) == SPREAD
     assert histogram(torch.tensor(array), torch.tensor(mask), bins=2) == SPREAD
     assert histogram(array, mask * 0) is None
-    assert sum(histogram(np.full(5, 0.25), np.ones(5)).counts) == 5
+    assert histogram(np.full(5, 0.25), np.ones(5)) == Histogram(0.25, 0.25, [5])
 
 
 def test_the_file_keeps_histograms_as_objects(tmp_path):
@@ -346,6 +346,7 @@ def test_summary_line():
     clash = {"val-core/a/math/acc/mean@1": 0.5, "val-core/b/math/acc/mean@1": 0.25}
     assert summary_line(3, clash).endswith("val a/math 0.500  val b/math 0.250")
     assert "reward nan" in summary_line(1, {"critic/score/mean": math.nan})
+    assert "ev" not in summary_line(1, {"critic/vf_explained_var": math.nan})  # there is nothing to explain
 
 
 def test_console_prints_one_line(tmp_path, capsys):

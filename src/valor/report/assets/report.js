@@ -1,9 +1,11 @@
 const drawExplorer = () => draw({ id: "explorer", traces: [{ curve: byId("explorer-key").value, line: { color: "--c1" } }], layout: { showlegend: false } });
 const drawn = new Set(data.figures.flatMap((figure) => figure.traces.map((one) => one.curve)));
 const keys = Object.keys(data.metrics.curves);
-byId("explorer-key").replaceChildren(...keys.map((key) => new Option(key)));
-byId("explorer-key").value = keys.find((key) => !drawn.has(key) && !/^(timing_|training\/global_step)/.test(key)) || keys[0];
-byId("explorer-key").addEventListener("change", drawExplorer);
+if (keys.length) {
+  byId("explorer-key").replaceChildren(...keys.map((key) => new Option(key)));
+  byId("explorer-key").value = keys.find((key) => !drawn.has(key) && !/^(timing_|training\/global_step)/.test(key)) || keys[0];
+  byId("explorer-key").addEventListener("change", drawExplorer);
+}
 byId("sample-step")?.addEventListener("change", (event) => {
   byId("sample-list").replaceChildren(byId(`samples-${event.target.value}`).content.cloneNode(true));
 });
@@ -15,4 +17,4 @@ for (const button of document.querySelectorAll("#signals button")) {
 }
 // A new page may be there; not while the reader is at a control.
 if (data.live) setInterval(() => { if (!document.hidden && !document.activeElement?.matches("select, input, button")) location.reload(); }, 10000);
-start(() => { data.figures.forEach(draw); drawExplorer(); });
+start(() => { data.figures.forEach(draw); if (keys.length) drawExplorer(); });
