@@ -1,9 +1,11 @@
 """Mistakes in a configuration that the algorithms, engines and phases it names find, before any model is loaded."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 from pydantic import BaseModel
 
@@ -18,7 +20,7 @@ from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import offered_settings
-from valor.trainer.memory_plan import Machine, gpu_bytes, token_budgets
+from valor.trainer.memory_plan import GIB, Machine, estimate, gpu_bytes, token_budgets
 from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import STANDARD, phases_of
 from valor.trainer.phases.update_critic import value_loss_mistakes
@@ -149,6 +151,25 @@ def lost_in_rounding(config: Section) -> Iterator[str]:
                 f"weight above {lr * _BFLOAT16_STEPS:.1g}, and so are small changes of the optimizer's averages: take "
                 "float32"
             )
+
+
+def lacks_memory(config: Section) -> Iterator[str]:
+    """A line where a run on this machine's CPUs may need more memory than is available."""
+    if not isinstance(config, PPOConfig) or not config.trains_policy or torch.cuda.is_available():
+        return
+    trainer = config.trainer
+    elsewhere = trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address")
+    if elsewhere or "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
+        return
+    processes, available = trainer.n_gpus_per_node or 1, psutil.virtual_memory().available
+    machine = Machine("cpu", processes, available / processes)
+    expected = estimate(config, machine)
+    if not expected.fits(machine):
+        needed = processes * expected.peak(expected.worst) / GIB
+        yield (
+            f"the run may need {needed:.1f} GiB ({expected.worst}), and {available / GIB:.1f} are available: the "
+            "kernel ends what needs more; `valor plan` with the same settings says what would make it fit"
+        )
 
 
 def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:

@@ -100,9 +100,9 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
 
 def tell_notes(loaded: LoadedConfig[Root]) -> None:
     """Print what was read otherwise than written, and what has no effect (in a dry run the plan tells that)."""
-    from valor.trainer.checks import inert_settings, lost_in_rounding
+    from valor.trainer.checks import inert_settings, lacks_memory, lost_in_rounding
 
-    notes = [*loaded.notes, *lost_in_rounding(loaded.config)]
+    notes = [*loaded.notes, *lost_in_rounding(loaded.config), *lacks_memory(loaded.config)]
     if not loaded.dry_run:
         inert = inert_settings(loaded.config, loaded.explicit_keys)
         notes += [f"{key}: {reason}" for key, reason in inert.items()]

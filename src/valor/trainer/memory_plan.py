@@ -218,12 +218,20 @@ def _activations(config: PPOConfig, machine: Machine, use: Use, trains: bool) ->
     queries = heads * head if (head := getattr(text, "head_dim", None)) else hidden
     layer = size * (6 * hidden + 3 * queries + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden))
     layer += 8 * hidden if size == 2 else 0  # norms compute in float32
-    product = min(tokens * shape.outputs, _PRODUCT[machine.device]) * size
+    computed = _computing_bytes(role.fsdp_config.dtype, machine)
+    product = min(tokens * shape.outputs, _PRODUCT[machine.device]) * computed
+    head = shape.outputs * hidden * computed if computed > size else 0  # a copy of its weights
     if not trains:
-        return tokens * layer + product
+        return tokens * layer + product + head
     if model.enable_gradient_checkpointing:
-        return tokens * (text.num_hidden_layers * hidden * size + layer * 1.5) + 2 * product
-    return tokens * layer * (text.num_hidden_layers + 0.5) + 2 * product
+        return tokens * (text.num_hidden_layers * hidden * size + layer * 1.5) + 2 * product + head
+    return tokens * layer * (text.num_hidden_layers + 0.5) + 2 * product + head
+
+
+def _computing_bytes(dtype: str, machine: Machine) -> int:
+    """Bytes of a number in products, which CPUs without those of bfloat16 numbers compute in float32."""
+    slow = dtype == "bfloat16" and machine.device == "cpu" and bfloat16_is_slow()
+    return 4 if slow else _BYTES[dtype]
 
 
 def _generation(config: PPOConfig, shape: Shape, machine: Machine) -> dict[str, float]:
@@ -235,8 +243,7 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine) -> dict[str, 
     rows, longest = min(samples, rollout.max_num_seqs or samples), data.max_prompt_length + data.max_response_length
     parts = {"keys and values": float(rows * longest * cache_bytes_per_token(shape.text, size))}
     if machine.device == "cpu":  # in the layout that is fastest, adapters added up
-        computed = 4 if fsdp.dtype == "bfloat16" and bfloat16_is_slow() else size
-        parts["weights, packed"] = float(shape.products * computed)
+        parts["weights, packed"] = float(shape.products * _computing_bytes(fsdp.dtype, machine))
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(shape.weights * size)
     return parts

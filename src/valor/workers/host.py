@@ -17,7 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from valor.config.engine import GlobalProfilerConfig
 from valor.engines import distributed
-from valor.workers.memory import PeakMemory, keep_freed_memory, use_deterministic_algorithms, use_expandable_segments
+from valor.workers.memory import (
+    PeakMemory,
+    keep_freed_memory,
+    return_freed_memory,
+    use_deterministic_algorithms,
+    use_expandable_segments,
+)
 
 HOST = "host"  # the name under which the process itself is called
 _TRACING = threading.Lock()  # torch has one profiler in a process
@@ -148,6 +154,8 @@ class WorkerHost:
         function = getattr(self.context.roles[role], method)
         with ExitStack() as measured:
             if not function.valor_dispatch.light:
+                if self.context.device.type == "cpu":
+                    return_freed_memory()
                 measured.enter_context(self._memory(f"{role}.{method}"))
                 if self._tracer is not None:
                     measured.enter_context(self._tracer(role, method, self._rank))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 _RESET = Path("/proc/self/clear_refs")
@@ -18,6 +19,7 @@ _GB = 2.0**30
 # Of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_REUSED = 2**30  # bytes of one tensor
+_SHORT = 0.5  # of the machine's memory
 
 
 def use_expandable_segments() -> None:
@@ -40,6 +42,15 @@ def keep_freed_memory() -> None:
         return
     if mallopt(_MMAP_THRESHOLD, _LARGEST_REUSED):  # refused by glibc before 2.35, whose own rule is then better
         mallopt(_TRIM_THRESHOLD, -1)
+
+
+def return_freed_memory() -> None:
+    """Give the memory of freed CPU tensors back to the kernel, where the libc is glibc and less than half of the
+    machine's memory is available. Where more is, taking it anew would cost time for nothing."""
+    memory = psutil.virtual_memory()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and memory.available < _SHORT * memory.total:
+        trim(0)
 
 
 def use_deterministic_algorithms() -> None:

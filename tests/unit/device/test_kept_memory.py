@@ -66,6 +66,30 @@ def test_a_large_tensor_takes_the_place_of_one_that_is_gone():
     assert _faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > new / 2
 
 
+_LEFT = """
+import sys, types
+import psutil, torch
+from valor.workers import memory
+
+memory.keep_freed_memory()
+between = [torch.ones(2**22) for _ in range(16)][::2]  # the heap cannot shrink from its end
+psutil.virtual_memory = lambda: types.SimpleNamespace(available=float(sys.argv[1]), total=1.0)
+before = psutil.Process().memory_info().rss
+memory.return_freed_memory()
+print((before - psutil.Process().memory_info().rss) // 2**20)
+"""
+
+
+@keeps
+def test_freed_memory_goes_back_where_less_than_half_of_the_machine_s_is_available():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    returned = [
+        int(subprocess.check_output([sys.executable, "-c", _LEFT, available], env=environment, text=True))
+        for available in ("0.51", "0.49")
+    ]
+    assert returned[0] < 8 and returned[1] > 7 * 16 - 8, returned  # MiB, of tensors of 16
+
+
 @keeps
 @pytest.mark.slow
 @pytest.mark.long

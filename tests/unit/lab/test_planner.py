@@ -142,6 +142,17 @@ def test_generation_on_a_cpu_has_a_second_copy_of_what_it_multiplies_with(seven)
     assert "weights, packed" not in there
 
 
+def test_products_of_bfloat16_in_float32_take_a_copy_of_the_head(seven, monkeypatch):
+    """Beside wider products: 2^27 of their numbers, twice, one for the gradient."""
+    activations, dtype = [], "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
+    given = config(seven, "algorithm.adv_estimator=grpo", dtype)
+    for slow in (False, True):
+        monkeypatch.setattr(memory_plan, "bfloat16_is_slow", lambda slow=slow: slow)
+        expected = estimate(given, Machine("cpu", 1, 64 * GIB))
+        activations.append(expected.phases["update_actor"]["activations"])
+    assert activations[1] - activations[0] == 4 * 152_064 * 3_584 + 2 * 2 * 2**27
+
+
 @pytest.mark.parametrize(
     ("settings", "phases"),
     [

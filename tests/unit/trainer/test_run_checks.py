@@ -1,12 +1,16 @@
 """What algorithms, engines and places find in a configuration: all at once, a line each, before anything is loaded."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig, load
 from valor.config.tree import nested
 from valor.errors import UserError
-from valor.trainer.checks import check, derived, inert_settings, lost_in_rounding
+from valor.lab import arithmetic
+from valor.trainer.checks import check, derived, inert_settings, lacks_memory, lost_in_rounding
+from valor.trainer.memory_plan import GIB
 
 ACTOR = "actor_rollout_ref.actor"
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
@@ -238,6 +242,26 @@ def test_a_rate_too_small_for_bfloat16_weights_is_told(argv, roles):
     lines = list(lost_in_rounding(PPOConfig.model_validate(nested(flat))))
     assert [line.partition(".fsdp_config")[0] for line in lines] == roles
     assert all("lost in rounding for every weight above" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("gib", "more", "told"),
+    [
+        (0.5, [], True),
+        (0.5, ["trainer.nnodes=2"], False),  # another machine's
+        (0.5, [f"{ACTOR}.strategy=megatron"], False),  # which is not planned
+        (1.1, ["trainer.n_gpus_per_node=2"], True),  # what two processes share
+        (2.2, ["trainer.n_gpus_per_node=2"], False),
+        (1.1, [], False),
+    ],
+)
+def test_a_run_that_needs_more_memory_than_is_available_is_told(gib, more, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib * GIB))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    model = arithmetic.make_model(tmp_path)
+    lines = list(lacks_memory(load([f"actor_rollout_ref.model.path={model}", "data.train_batch_size=8", *more]).config))
+    assert len(lines) == told and all(f"and {gib:.1f} are available" in line for line in lines)
 
 
 OWN = """
