@@ -72,6 +72,12 @@ class Groups:
         return self.spread(empty.scatter_reduce(0, self.index, x, kind, include_self=False))
 
 
+def mean_of_others(outcomes: Tensor, prompts: Sequence[str]) -> Tensor:
+    """[E] float64 mean outcome of the prompt's other samples; of all others where it has none; NaN of one alone."""
+    prompt, batch = (Groups(ids, len(outcomes), outcomes.device) for ids in (prompts, [0] * len(outcomes)))
+    return torch.where(prompt.singleton, batch.mean_of_others(outcomes), prompt.mean_of_others(outcomes))
+
+
 def sequence_scores(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """[B] sum of a row's rewards, those on masked positions included; non-finite filler there is ignored."""
     scores = rewards.sum(-1)

@@ -1,13 +1,12 @@
 """Metrics of a step's batch, under verl's names, and what they show of the critic."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor.algorithms import compute_advantages, mismatch_sums
-from valor.algorithms.groups import Groups, scored_groups
+from valor.algorithms.groups import Groups, mean_of_others, scored_groups
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
@@ -87,12 +86,6 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
     variances = [(returns - base)[where].var(correction=0) for base in (batch["values"].double(), others[:, None])]
     names = ("critic/baseline_variance/critic", "critic/baseline_variance/group_mean")
     return {name: float(x) for name, x in zip(names, variances, strict=True)} if len(mask) > 1 and where.any() else {}
-
-
-def mean_of_others(outcomes: Tensor, prompts: Sequence[str]) -> Tensor:
-    """[E] float64 mean outcome of the prompt's other samples; of all others where it has none; NaN of one alone."""
-    prompt, batch = (Groups(ids, len(outcomes), outcomes.device) for ids in (prompts, [0] * len(outcomes)))
-    return torch.where(prompt.singleton, batch.mean_of_others(outcomes), prompt.mean_of_others(outcomes))
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from valor.algorithms.groups import mean_of_others
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.step_metrics import mean_of_others
 
 BASELINE, OUTPUTS = "group_baseline", "critic_outputs"  # columns [B] and [B, T]
 
