@@ -13,6 +13,7 @@ from typing import Any
 
 from valor.agents.episode import EpisodeFailed
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
+from valor.data.messages import with_calls
 from valor.data.prompts import render
 from valor.data.templates import keeps
 from valor.errors import UserError
@@ -100,7 +101,7 @@ class Chat:
     def read(self, messages: Iterable[Message], where: str) -> list[Message]:
         """Messages of others with their parts {"type": "image", "image": image} in files. EpisodeFailed: as `files`, or
         a part is neither that nor {"type": "text", "text": text}."""
-        shown = [dict(message) for message in messages]
+        shown = [with_calls(message, where, "messages") for message in messages]
         for message in shown:
             parts = message.get("content")
             if not isinstance(parts, list):
@@ -125,7 +126,10 @@ class Chat:
             return self._names.sub(hidden, value)
         if isinstance(value, Mapping):
             said = "content" if value.get("role") == "assistant" else None
-            return {key: part if key == "role" else self.safe(part, answer=key == said) for key, part in value.items()}
+            return {
+                self.safe(key): part if key == "role" else self.safe(part, answer=key == said)
+                for key, part in value.items()
+            }
         return [self.safe(part) for part in value] if isinstance(value, list | tuple) else value
 
     def stop_texts(self, *texts: str) -> StopTexts:

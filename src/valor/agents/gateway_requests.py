@@ -6,6 +6,7 @@ from typing import Any
 
 from valor.agents.chat import Message
 from valor.agents.http_server import Refused
+from valor.data.messages import with_calls
 
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _SERVED = {"messages", "tools", "max_tokens", "max_completion_tokens"}
@@ -63,16 +64,16 @@ def _read_message(message: Any) -> Message:
     if content is not None and not isinstance(content, str):
         raise Refused(400, "the content of a message must be text")
     essence(message)
-    return {**message, "content": content or ""}
+    return with_calls({**message, "content": content or ""}, "the request", "messages")
 
 
 def essence(message: Message) -> tuple[Any, ...]:
     """Two messages with the same essence are the same. Refused: its tool calls are none."""
     try:
-        calls = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-            for call in message.get("tool_calls") or ()
+        functions = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
         ]
+        calls = [(name, json.loads(text or "{}") if isinstance(text, str | None) else text) for name, text in functions]
     except (TypeError, LookupError, ValueError, RecursionError):
         raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
     return message["role"], message.get("content") or "", calls

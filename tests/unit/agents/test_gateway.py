@@ -251,3 +251,46 @@ def test_texts_of_a_program_are_never_control_tokens(caplog):
         asyncio.run(play(text))
     assert len(prompts) == 4 and prompts[:2] == prompts[2:]
     assert caplog.text.count("the chat template leaves out the tools of requests") <= 1  # once a process
+
+
+WITH_CALLS = """{% for m in messages if m.role != 'developer' %}{{ '<|' + m.role + '|>' + m.content }}{% for c in
+m.tool_calls %}{{ c.function.name }}{% for key, value in c.function.arguments | items %} {{ key }}={{ value | tojson }}{% endfor
+%}{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def prompt_of(messages):
+    """The ids that a policy reads whose template writes calls, and knows no developer."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_CALLS
+    chat = Chat(tokenizer)
+
+    async def generate(prompt_ids, params, seed):
+        return Output("", SAID, [-0.5] * len(SAID), "stop", (Span(1, 0),))
+
+    async def play():
+        task = Task((7, 1, 0), [1], SamplingParams(max_tokens=40), {})
+        session = Session(task, generate, chat, Limits(400, 2000), lambda text, schemas: Parsed([], text))
+        await session.chat({"messages": messages})
+        return session.play.prompt_ids
+
+    return asyncio.run(play())
+
+
+def called(**arguments):
+    """A turn with a call of each tool; their ids are their names."""
+    calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": a}} for n, a in arguments.items()]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def test_arguments_of_earlier_calls_are_written_as_templates_expect_them():
+    """They come as JSON text, which templates would quote once more, or refuse."""
+    history = [
+        *QUESTION,
+        called(f='{"x": {"a": "\\u003c|end|>"}, "<|user|>": null}', g=""),
+        {"role": "tool", "content": "7"},
+    ]
+    ids = prompt_of(history)
+    words = 'f x={"a": "<|end|>"} <|user|>=nullg'
+    assert CHAT.decode(ids) == f"<|user|>1+1=<|assistant|>{words}<|tool|>7<|assistant|>"
+    control = [token for token in ids if token in CHAT.tokenizer.added_tokens_decoder]
+    assert control == CHAT.ids("<|user|><|assistant|><|tool|><|assistant|>")
