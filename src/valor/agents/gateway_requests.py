@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from valor.agents.chat import Message
@@ -50,7 +51,20 @@ def read_messages(request: Mapping[str, Any]) -> list[Message]:
     for name, value in request.items():
         if not (name in _SERVED or name in _FREE or value is None or value in _ONLY.get(name, _OFF)):
             raise Refused(400, f'"{name}": this value is not served: {_ADVICE.get(name, "leave it out")}')
-    return [*map(_read_message, messages)]
+    return _in_order([*map(_read_message, messages)])
+
+
+def _in_order(messages: list[Message]) -> list[Message]:
+    """The results of tools in the order of the calls whose ids they have: templates show no ids."""
+    ordered: list[Message] = []
+    ids: list[Any] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        run = [*group]
+        if are_results and all(result.get("tool_call_id") in ids for result in run):
+            run.sort(key=lambda result: ids.index(result.get("tool_call_id")))
+        ids = [call.get("id") for call in run[-1].get("tool_calls") or ()]
+        ordered += run
+    return ordered
 
 
 def _read_message(message: Any) -> Message:

@@ -254,8 +254,8 @@ def test_texts_of_a_program_are_never_control_tokens(caplog):
 
 
 WITH_CALLS = """{% for m in messages if m.role != 'developer' %}{{ '<|' + m.role + '|>' + m.content }}{% for c in
-m.tool_calls %}{{ c.function.name }}{% for key, value in c.function.arguments | items %} {{ key }}={{ value | tojson }}{% endfor
-%}{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+m.tool_calls %}{{ c.function.name }}{% for key, value in c.function.arguments | items %} {{ key }}={{ value | tojson
+}}{% endfor %}{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 def prompt_of(messages):
@@ -294,3 +294,16 @@ def test_arguments_of_earlier_calls_are_written_as_templates_expect_them():
     assert CHAT.decode(ids) == f"<|user|>1+1=<|assistant|>{words}<|tool|>7<|assistant|>"
     control = [token for token in ids if token in CHAT.tokenizer.added_tokens_decoder]
     assert control == CHAT.ids("<|user|><|assistant|><|tool|><|assistant|>")
+
+
+def test_results_of_tools_are_shown_in_the_order_of_their_calls():
+    """Programs may send them as they come; templates show none of the names by which they belong to calls."""
+
+    def results(**texts):
+        return [{"role": "tool", "tool_call_id": name, "content": text} for name, text in texts.items()]
+
+    twice = [called(f="{}", g="{}"), *results(g="2", f="1")]
+    shown = CHAT.decode(prompt_of([*QUESTION, *twice, *twice]))
+    assert shown == "<|user|>1+1=" + "<|assistant|>fg<|tool|>1<|tool|>2" * 2 + "<|assistant|>"
+    unnamed = [*QUESTION, called(f="{}", g="{}"), *results(h="2", f="1")]
+    assert CHAT.decode(prompt_of(unnamed)).endswith("<|tool|>2<|tool|>1<|assistant|>")
