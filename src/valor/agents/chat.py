@@ -7,7 +7,7 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation c
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,7 @@ class Chat:
         self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, images: ImageFiles | None = None
     ) -> None:
         self.tokenizer, self._template_kwargs, self._images = tokenizer, dict(template_kwargs or {}), images
+        self._shown: dict[str, bool] = {}
         added = [*tokenizer.added_tokens_decoder.values()]
         self._control = {"\ue000", *(str(token) for token in added if token.special)}
         names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
@@ -51,10 +52,14 @@ class Chat:
         more = {"tools": list(tools)} if tools else {}
         return render(self.tokenizer, messages, {**self._template_kwargs, **more})
 
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Whether the template has a place for the schemas of tools."""
-        return keeps(self.tokenizer, "tools", self._template_kwargs)
+    def shows(self, part: str) -> bool:
+        """Whether the template renders this part of conversations (`valor.data.templates`). One that it refuses by
+        itself counts: the conversation that has it is refused too, or is another one."""
+        if part not in self._shown:
+            self._shown[part] = True
+            with suppress(UserError):
+                self._shown[part] = keeps(self.tokenizer, part, self._template_kwargs)
+        return self._shown[part]
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered text; what `safe` has hidden in it becomes plain characters."""
