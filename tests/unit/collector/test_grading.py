@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _failing_tool
+from valor.collector.collector import _failing_tool, _informative_rows
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -268,3 +268,14 @@ def test_a_step_with_too_many_failed_calls_is_refused():
         _failing_tool(played(DOWN, FOUND, FOUND), 0.0)
     assert _failing_tool(played(*mistakes), 0.0)
     assert _failing_tool(batch_of([1, 2]), 0.0) is None
+
+
+def test_dynamic_sampling_does_not_count_an_episode_that_failed_as_a_wrong_answer():
+    """Nothing is learnt from it, so a prompt whose other samples agree teaches nothing."""
+    batch = batch_of([3, 2, 1, 3, 2, 1])
+    batch["response_mask"][2] = batch["response_mask"][5] = 0.0
+    batch.objects["uid"] = ["a"] * 3 + ["b"] * 3
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    results = [RewardResult(float(score), {}) for score in scores]
+    config = PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True}}})
+    assert _informative_rows(batch, results, scores, config).objects["uid"] == ["b"] * 3
