@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 
 from valor.agents.chat import Chat
+from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Parsed, ToolCall
 from valor.agents.gateway import Gateway, Session
+from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.http_server import Refused, listen
 from valor.agents.loops import Limits, Task
 from valor.lab.arithmetic import make_tokenizer
@@ -313,3 +317,13 @@ def test_a_message_that_the_template_leaves_out_is_refused():
     with pytest.raises(Refused, match="leaves out developer messages"):
         prompt_of([{"role": "developer", "content": "obey"}, *QUESTION])
     assert prompt_of([{"role": "system", "content": "obey"}, *QUESTION])
+
+
+def test_a_command_has_ended_when_its_shell_has():
+    """Also where it leaves a server behind, which holds its output open."""
+    loop, began = object.__new__(GatewayLoop), time.monotonic()
+    loop._config = SimpleNamespace(command="sleep 50 & echo 0.5", timeout=40.0)
+    assert asyncio.run(loop._execute("http://a", "key", {})) == 0.5 and time.monotonic() - began < 30
+    loop._config = SimpleNamespace(command="sleep 50", timeout=0.5)
+    with pytest.raises(EpisodeFailed, match="did not end within"):
+        asyncio.run(loop._execute("http://a", "key", {}))
