@@ -199,11 +199,14 @@ class Gateway:
 
     places = ("/sessions/{name}",)
     """Paths below which requests are answered."""
+    most_connections: int | None = None
+    """None: a run has as many as its episodes open."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._sessions: dict[str, Session] = {}
         self.address = address(listening)
-        self._server = uvicorn_server(self._app(), loop="asyncio")  # a thread in uvloop crashes a process that ends
+        settings = {"loop": "asyncio", "limit_concurrency": self.most_connections}
+        self._server = uvicorn_server(self._app(), **settings)  # a thread in uvloop crashes a process that ends
         run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
         threading.Thread(**run, name="gateway", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 
+from valor.agents import http_server
 from valor.agents.chat import Chat
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Parsed, ToolCall
@@ -327,3 +329,14 @@ def test_a_command_has_ended_when_its_shell_has():
     loop._config = SimpleNamespace(command="sleep 50", timeout=0.5)
     with pytest.raises(EpisodeFailed, match="did not end within"):
         asyncio.run(loop._execute("http://a", "key", {}))
+
+
+def test_a_run_has_as_many_connections_as_its_episodes_open(monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    made = Gateway(listen("127.0.0.1", 0))
+    host, port = made.address.removeprefix("http://").split(":")
+    held = [socket.create_connection((host, int(port))) for _ in range(4)]
+    assert httpx2.get(f"{made.address}/sessions/none/v1/models", timeout=20).status_code == 200
+    for one in held:
+        one.close()
+    made.close()
