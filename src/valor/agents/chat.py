@@ -138,8 +138,11 @@ class Chat:
         return [self.safe(part) for part in value] if isinstance(value, list | tuple) else value
 
     def stop_texts(self, *texts: str) -> StopTexts:
-        last = {text[-1] for text in texts}
-        may_end = (number for token, number in self.tokenizer.get_vocab().items() if not last.isdisjoint(token))
+        last = {text[-1] for text in texts} | {"\ufffd"}  # which stands for a part of a character
+        vocabulary = self.tokenizer.get_vocab()
+        decoded = self.tokenizer.batch_decode([[number] for number in vocabulary.values()])
+        pairs = zip(vocabulary.items(), decoded, strict=True)
+        may_end = (number for (name, number), text in pairs if not last.isdisjoint(name + text))
         return StopTexts(texts, frozenset(may_end), self.decode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
