@@ -7,12 +7,13 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation c
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 from valor.agents.episode import EpisodeFailed
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
+from valor.data.messages import with_calls
 from valor.data.prompts import render
 from valor.data.templates import keeps
 from valor.errors import UserError
@@ -35,6 +36,7 @@ class Chat:
         self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, images: ImageFiles | None = None
     ) -> None:
         self.tokenizer, self._template_kwargs, self._images = tokenizer, dict(template_kwargs or {}), images
+        self._shown: dict[str, bool] = {}
         added = [*tokenizer.added_tokens_decoder.values()]
         self._control = {"\ue000", *(str(token) for token in added if token.special)}
         names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
@@ -50,10 +52,14 @@ class Chat:
         more = {"tools": list(tools)} if tools else {}
         return render(self.tokenizer, messages, {**self._template_kwargs, **more})
 
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Whether the template has a place for the schemas of tools."""
-        return keeps(self.tokenizer, "tools", self._template_kwargs)
+    def shows(self, part: str) -> bool:
+        """Whether the template renders this part of conversations (`valor.data.templates`). One that it refuses by
+        itself counts: the conversation that has it is refused too, or is another one."""
+        if part not in self._shown:
+            self._shown[part] = True
+            with suppress(UserError):
+                self._shown[part] = keeps(self.tokenizer, part, self._template_kwargs)
+        return self._shown[part]
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered text; what `safe` has hidden in it becomes plain characters."""
@@ -100,7 +106,7 @@ class Chat:
     def read(self, messages: Iterable[Message], where: str) -> list[Message]:
         """Messages of others with their parts {"type": "image", "image": image} in files. EpisodeFailed: as `files`, or
         a part is neither that nor {"type": "text", "text": text}."""
-        shown = [dict(message) for message in messages]
+        shown = [with_calls(message, where, "messages") for message in messages]
         for message in shown:
             parts = message.get("content")
             if not isinstance(parts, list):
@@ -125,12 +131,18 @@ class Chat:
             return self._names.sub(hidden, value)
         if isinstance(value, Mapping):
             said = "content" if value.get("role") == "assistant" else None
-            return {key: part if key == "role" else self.safe(part, answer=key == said) for key, part in value.items()}
+            return {
+                self.safe(key): part if key == "role" else self.safe(part, answer=key == said)
+                for key, part in value.items()
+            }
         return [self.safe(part) for part in value] if isinstance(value, list | tuple) else value
 
     def stop_texts(self, *texts: str) -> StopTexts:
-        last = {text[-1] for text in texts}
-        may_end = (number for token, number in self.tokenizer.get_vocab().items() if not last.isdisjoint(token))
+        last = {text[-1] for text in texts} | {"\ufffd"}  # which stands for a part of a character
+        vocabulary = self.tokenizer.get_vocab()
+        decoded = self.tokenizer.batch_decode([[number] for number in vocabulary.values()])
+        pairs = zip(vocabulary.items(), decoded, strict=True)
+        may_end = (number for (name, number), text in pairs if not last.isdisjoint(name + text))
         return StopTexts(texts, frozenset(may_end), self.decode)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from valor.agents.formats import BadCall, Format, Parsed, ToolCall
 from valor.agents.gateway_requests import essence, read_limit, read_messages
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task, copied
+from valor.data.templates import parts_of
 from valor.errors import UserError
 from valor.rollout.base import FinishReason
 
@@ -148,13 +149,14 @@ class Session:
         }
 
     def _observe(self, state: _State, messages: list[Message]) -> tuple[Play, Conversation]:
-        """Advance the episode of `state` to where the policy is to answer `messages`. Refused: there is no room."""
+        """Advance the episode of `state` to where the policy is to answer `messages`. Refused: there is no room, or
+        the chat template leaves out a message of the program's."""
         play, talk = state.play, state.talk
+        parts = parts_of([messages]) - {"thoughts"}  # which templates drop on purpose
+        _check_parts(self._chat, parts | ({"tools"} if state.tools else set()))
         if play is not None and talk is not None and self._state.continued_by(messages, state.tools):
             fits = play.tell(talk, messages[len(state.messages) :])
         else:
-            if state.tools:
-                _tell_hidden_tools(self._chat)
             talk = Conversation(self._chat, self._chat.safe(messages), state.tools)
             if play is None:
                 play, state.opening = Play(self._task, self._generate, self._limits, talk.token_ids), messages
@@ -197,11 +199,14 @@ class Gateway:
 
     places = ("/sessions/{name}",)
     """Paths below which requests are answered."""
+    most_connections: int | None = None
+    """None: a run has as many as its episodes open."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._sessions: dict[str, Session] = {}
         self.address = address(listening)
-        self._server = uvicorn_server(self._app(), loop="asyncio")  # a thread in uvloop crashes a process that ends
+        settings = {"loop": "asyncio", "limit_concurrency": self.most_connections}
+        self._server = uvicorn_server(self._app(), **settings)  # a thread in uvloop crashes a process that ends
         run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
         threading.Thread(**run, name="gateway", daemon=True).start()
 
@@ -278,10 +283,20 @@ async def _client_gone(http: Request) -> None:
         pass
 
 
+def _check_parts(chat: Chat, parts: Set[str]) -> None:
+    """Refused: the template leaves out messages of a role that may tell the policy what to do. Other parts are told."""
+    lost = frozenset(part for part in parts if not chat.shows(part))
+    if roles := sorted(lost & {"system", "developer"}):
+        raise Refused(400, f"the chat template leaves out {' and '.join(roles)} messages: send them in another role")
+    _tell_lost(chat, lost)
+
+
 @cache
-def _tell_hidden_tools(chat: Chat) -> None:
-    if not chat.shows_tools:
-        logger.warning("the chat template leaves out the tools of requests: the model never reads them")
+def _tell_lost(chat: Chat, parts: Set[str]) -> None:
+    if parts:
+        logger.warning(
+            "the chat template leaves out %s of requests: the model never reads them", ", ".join(sorted(parts))
+        )
 
 
 def _streamed(reply: dict[str, Any]) -> Response:

@@ -19,6 +19,7 @@ from valor.errors import UserError
 from valor.user_files import load_object
 
 _KEY = "actor_rollout_ref.rollout.agent.gateway"
+_LOOK_SECONDS = 0.05  # between two looks at whether a command has ended
 _MAX_OUTPUT = 2**20  # bytes that are read of a command's output
 
 
@@ -74,20 +75,29 @@ class GatewayLoop(AgentLoop):
         process = await asyncio.create_subprocess_shell(
             self._config.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
+        talk = asyncio.ensure_future(process.communicate(json.dumps(row, default=str).encode()))
         try:
             async with asyncio.timeout(seconds):
-                output, errors = await process.communicate(json.dumps(row, default=str).encode())
+                while process.returncode is None:  # what it has started may hold its output open
+                    await asyncio.wait({talk}, timeout=_LOOK_SECONDS)
+                _end(process.pid)
+                output, errors = await talk
         except TimeoutError:
             raise EpisodeFailed(f"the program did not end within {seconds:g} s") from None
         finally:
-            with suppress(ProcessLookupError):  # with all that it has started
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process.pid)
         if process.returncode:
             raise EpisodeFailed(f"the command ended with exit code {process.returncode}: {_last_line(errors)[:300]}")
         try:
             return float(_last_line(output))
         except ValueError:
             return None
+
+
+def _end(leader: int) -> None:
+    """End a process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _last_line(output: bytes) -> str:

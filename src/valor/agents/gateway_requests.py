@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from valor.agents.chat import Message
 from valor.agents.http_server import Refused
+from valor.data.messages import with_calls
 
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _SERVED = {"messages", "tools", "max_tokens", "max_completion_tokens"}
@@ -49,7 +51,20 @@ def read_messages(request: Mapping[str, Any]) -> list[Message]:
     for name, value in request.items():
         if not (name in _SERVED or name in _FREE or value is None or value in _ONLY.get(name, _OFF)):
             raise Refused(400, f'"{name}": this value is not served: {_ADVICE.get(name, "leave it out")}')
-    return [*map(_read_message, messages)]
+    return _in_order([*map(_read_message, messages)])
+
+
+def _in_order(messages: list[Message]) -> list[Message]:
+    """The results of tools in the order of the calls whose ids they have: templates show no ids."""
+    ordered: list[Message] = []
+    ids: list[Any] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        run = [*group]
+        if are_results and all(result.get("tool_call_id") in ids for result in run):
+            run.sort(key=lambda result: ids.index(result.get("tool_call_id")))
+        ids = [call.get("id") for call in run[-1].get("tool_calls") or ()]
+        ordered += run
+    return ordered
 
 
 def _read_message(message: Any) -> Message:
@@ -63,16 +78,16 @@ def _read_message(message: Any) -> Message:
     if content is not None and not isinstance(content, str):
         raise Refused(400, "the content of a message must be text")
     essence(message)
-    return {**message, "content": content or ""}
+    return with_calls({**message, "content": content or ""}, "the request", "messages")
 
 
 def essence(message: Message) -> tuple[Any, ...]:
     """Two messages with the same essence are the same. Refused: its tool calls are none."""
     try:
-        calls = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-            for call in message.get("tool_calls") or ()
+        functions = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
         ]
+        calls = [(name, json.loads(text or "{}") if isinstance(text, str | None) else text) for name, text in functions]
     except (TypeError, LookupError, ValueError, RecursionError):
         raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
     return message["role"], message.get("content") or "", calls

@@ -38,10 +38,10 @@ def require_libraries() -> None:
 
 
 def uvicorn_server(app: Any, **settings: Any) -> Any:
-    """A server of the application, with `settings` of uvicorn beside those that all of ours have."""
+    """A server of the application, with `settings` of uvicorn beside, or in place of, those that ours have."""
     import uvicorn
 
-    settings |= {"log_level": "warning", "lifespan": "off", "limit_concurrency": MAX_CONNECTIONS}
+    settings = {"log_level": "warning", "lifespan": "off", "limit_concurrency": MAX_CONNECTIONS} | settings
     config = uvicorn.Config(app, timeout_keep_alive=60, **settings)  # longer than agents think between two requests
     return uvicorn.Server(config)
 

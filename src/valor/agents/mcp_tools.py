@@ -44,6 +44,8 @@ def mcp_tools(
 class _Connection(LoopThread):
     """A session with a server, in a thread and on an event loop of its own: those of episodes come and go."""
 
+    _opened: asyncio.Future[Any]  # the client of the session
+
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
@@ -89,10 +91,11 @@ class _Connection(LoopThread):
                 await asyncio.wait({self._session})
             if self._session is None or self._session.done():
                 self._lost.clear()
-                opened: asyncio.Future[Any] = self._loop.create_future()
-                self._session = self._loop.create_task(self._hold(opened))
-                self._client = await opened
-            return self._client
+                self._opened = self._loop.create_future()
+                self._session = self._loop.create_task(self._hold(self._opened))
+        # A call that gives up does not end the opening: a server may take longer to start than a call.
+        self._client = await asyncio.shield(self._opened)
+        return self._client
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         """Hold a session open until it is lost: one task has to enter and to leave it."""

@@ -5,14 +5,21 @@ Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
-from valor.rollout.base import Output, SamplingParams, spans_of, token_versions
+from valor.errors import UserError
+from valor.rollout.base import Output, SamplingParams, StopTexts, spans_of, token_versions
 
 Loop = TypeVar("Loop", bound=type)
+
+_CHANGED = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
+_NEUTRAL = {"n": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_p": 0, "min_tokens": 0}
+_UNREAD = ("logprobs", "return_logprob", "seed", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+"""Which of a call's sampling_params are read, the only values of others, and those without a part in the tokens."""
 
 
 @dataclass
@@ -74,9 +81,10 @@ class VerlLoop(AgentLoop):
     def __init__(self, context: LoopContext, *, cls: type, options: Mapping[str, Any]) -> None:
         super().__init__(context)
         self._cls, self._options = cls, options
+        self._stop_texts = cache(lambda *texts: self.chat.stop_texts(*texts))  # looks at the whole vocabulary
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        server = _ServerManager(task, generate, self.context.limits.model)
+        server = _ServerManager(task, generate, self.context.limits.model, self._stop_texts)
         loop = self._cls(
             trainer_config=self.context.config,
             server_manager=server,
@@ -99,18 +107,22 @@ class VerlLoop(AgentLoop):
 class _ServerManager:
     """Generates for a loop. `calls`: the prompts and outputs, from which log-probs of returned tokens are read."""
 
-    def __init__(self, task: Task, generate: Generate, max_tokens: int) -> None:
+    def __init__(self, task: Task, generate: Generate, max_tokens: int, stop_texts: Callable[..., StopTexts]) -> None:
         self._task, self._generate, self._max_tokens, self._count = task, generate, max_tokens, 0
+        self._stop_texts = stop_texts
         self.calls: list[tuple[list[int], Output]] = []
 
     async def generate(
         self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """The tokens that follow `prompt_ids`. ValueError: these leave no room for any."""
+        """The tokens that follow `prompt_ids`. ValueError: these leave no room for any. UserError: something else is
+        asked for that has no place here."""
+        if asked := [name for name in ("image_data", "video_data", "audio_data") if kwargs.get(name)]:
+            raise UserError(f"a loop calls generate with {asked[0]}, and loops of verl's AgentLoopBase play texts")
         room, size = self._max_tokens - len(prompt_ids), len(prompt_ids)
         if room < 1:
             raise ValueError(f"a prompt of {size} tokens leaves no room (rollout.max_model_len={self._max_tokens})")
-        params = _params(self._task.params, sampling_params)
+        params = _params(self._task.params, sampling_params, self._stop_texts)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         seed = (*self._task.key, self._count) if self._count else self._task.key
         self._count += 1
@@ -157,8 +169,19 @@ class _ServerManager:
         return facts
 
 
-def _params(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
-    known = {name: changes[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if name in changes}
-    known |= {"max_tokens": changes["max_new_tokens"]} if "max_new_tokens" in changes else {}
-    known |= {"stop_token_ids": tuple(changes["stop_token_ids"])} if changes.get("stop_token_ids") else {}
+def _params(params: SamplingParams, changes: Mapping[str, Any], stop_texts: Callable[..., StopTexts]) -> SamplingParams:
+    changes = {name: value for name, value in changes.items() if value is not None}
+    known = {name: changes.pop(name) for name in _CHANGED if name in changes}
+    if "max_new_tokens" in changes:
+        known["max_tokens"] = changes.pop("max_new_tokens")
+    if "stop_token_ids" in changes:
+        known["stop_token_ids"] = tuple(changes.pop("stop_token_ids"))
+    texts = changes.get("stop", [])
+    texts = [texts] if isinstance(texts, str) else texts
+    if all(isinstance(text, str) and text for text in texts):
+        changes.pop("stop", None)
+        known |= {"stop": stop_texts(*texts)} if texts else {}
+    if wrong := [name for name, value in changes.items() if name not in _UNREAD and value != _NEUTRAL.get(name)]:
+        what = f"{wrong[0]}={changes[wrong[0]]!r}"
+        raise UserError(f"a loop calls generate with sampling_params: {what}, which is not supported: drop it")
     return replace(params, **known)

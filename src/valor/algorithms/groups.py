@@ -16,7 +16,7 @@ SINGLETON: tuple[str, ...] = ("zero", "raw")
 
 GroupIds = Tensor | Sequence[Any]
 
-_ROUNDING = 1e-6  # relative: eight times the distance of two float32 numbers
+ROUNDING = 1e-6  # relative: eight times the distance of two float32 numbers
 
 
 def group_index(group_ids: GroupIds | None, size: int, device: torch.device | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def scored_groups(rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | 
     float32 alone, as sums of several rewards do. A standard deviation would make advantages of that."""
     groups, scores = Groups(group_ids, len(rewards), rewards.device), sequence_scores(rewards, response_mask)
     highest = groups.extreme(scores, "amax")
-    rounding = _ROUNDING * groups.extreme(sequence_scores(rewards.abs(), response_mask), "amax")
+    rounding = ROUNDING * groups.extreme(sequence_scores(rewards.abs(), response_mask), "amax")
     return groups, torch.where(highest - groups.extreme(scores, "amin") <= rounding, highest, scores)
 
 

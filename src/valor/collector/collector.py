@@ -213,9 +213,10 @@ def _failing_tool(batch: Batch, limit: float) -> str | None:
 
 def _informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:
     """The rows of prompts whose episodes differ in `algorithm.filter_groups.metric`. `scores` [E]: of training."""
-    metric, rows = _metric(results, scores, config), Episodes(batch).rows
+    metric, episodes = _metric(results, scores, config), Episodes(batch)
+    rows, takes_part = episodes.rows, episodes.sums(batch["response_mask"])
     prompts = [batch.objects["uid"][of_episode[0]] for of_episode in rows]
-    informative = algorithms.filter_groups(metric, prompts).nonzero().squeeze(1).tolist()
+    informative = algorithms.filter_groups(metric, prompts, takes_part).nonzero().squeeze(1).tolist()
     return batch.take([row for number in informative for row in rows[number]])
 
 

@@ -31,7 +31,7 @@ class EpisodeFiles:
         self._file, self._lines = f"{name}.jsonl", []
         if self._written is not None and self._agents is not None:
             schemas = self._agents.schemas
-            shown = schemas if not any(schemas.values()) or self._agents.chat.shows_tools else {}
+            shown = schemas if not any(schemas.values()) or self._agents.chat.shows("tools") else {}
             write_atomically(self._written / TOOLS_FILE, json.dumps(shown, indent=1, default=str) + "\n")
         if self._replayed is not None:
             self._recorded = _read(self._replayed / self._file)

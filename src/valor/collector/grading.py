@@ -50,7 +50,7 @@ class Grading:
     def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools) -> None:
         self.config, self.inputs = config.reward, inputs
         self.model = ModelGrading(config, inputs, roles)
-        self._max_response_length = config.data.max_response_length
+        self._episode_length = config.episode_length
         self._early: dict[EpisodeKey, tuple[Sample, Future[RewardResult]]] = {}
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
@@ -114,7 +114,7 @@ class Grading:
                 if not batch["is_finite"][rows].all():
                     results[i] = RewardResult(self.config.error_score, {}, error)
         self._check_errors(results)
-        return Grades(self._without_overlong_penalty(results, ends), columns)
+        return Grades(self._without_overlong_penalty(results, batch), columns)
 
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
@@ -227,16 +227,18 @@ class Grading:
         )
 
     def _without_overlong_penalty(self, results: list[RewardResult], batch: Batch) -> list[RewardResult]:
-        """Under `reward_manager.name=dapo` with an overlong buffer: scores less DAPO's soft penalty for length.
+        """Under `reward_manager.name=dapo` with an overlong buffer: scores less DAPO's soft penalty for length, that of
+        an episode's longest row, as the limit is that of a row.
 
         The penalty is the component `overlong_reward` (0 or negative); whether an answer is right stays as it was.
         """
         buffer = self.config.reward_kwargs.overlong_buffer_cfg
         if self.config.reward_manager.name != "dapo" or not buffer.enable:
             return results
+        lengths = batch["response_lengths"]
         penalties = algorithms.overlong_penalty(
-            batch["response_lengths"],
-            max_response_length=self._max_response_length,
+            torch.stack([lengths[rows].max() for rows in Episodes(batch).rows]),
+            max_response_length=self._episode_length,
             buffer_length=buffer.len,
             penalty_factor=buffer.penalty_factor,
         )

@@ -18,8 +18,8 @@ _HALF = re.compile("[\ud800-\udfff]")
 def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
     """The column `name` of a record as messages. Text is one message of `text_role`, where that is given.
 
-    A message's null fields are left out. `tool_calls` become what templates expect: arguments as a dictionary, and
-    content beside them, if empty. UserError: no list of messages with `role` and `content`.
+    A message's null fields are left out, and calls are as `with_calls` has them. UserError: no list of messages with
+    `role` and `content`.
     """
     if text_role is not None and isinstance(value, str):
         value = [{"role": text_role, "content": value}]
@@ -34,15 +34,21 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
     for i, raw in enumerate(value):
         if not isinstance(raw, Mapping):
             raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {kind_of(raw)}")
-        message = _without_nulls(raw)
-        if isinstance(message.get("tool_calls"), list):
-            message["content"] = message.get("content") or ""
-            message["tool_calls"] = [_call(call, where, name) for call in message["tool_calls"]]
+        message = with_calls(_without_nulls(raw), where, name)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}")
         messages.append(message)
     return messages
+
+
+def with_calls(message: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
+    """A message with its `tool_calls` as templates expect them: arguments as a dictionary, where OpenAI's protocol has
+    JSON text, and content beside them, if empty."""
+    if not isinstance(message.get("tool_calls"), list):
+        return dict(message)
+    calls = [_call(call, where, name) for call in message["tool_calls"]]
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def _call(call: Any, where: str, name: str) -> Any:
         return call
     call = _without_nulls(call)
     if isinstance(function := call.get("function"), Mapping):
-        arguments = _from_json(function.get("arguments"), where, name)
+        arguments = _from_json(function.get("arguments") or None, where, name)
         call["function"] = {**_without_nulls(function), "arguments": {} if arguments is None else arguments}
     return call
 

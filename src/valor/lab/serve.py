@@ -21,6 +21,7 @@ from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
 from valor.agents.gateway_requests import read_messages
 from valor.agents.http_server import (
+    MAX_CONNECTIONS,
     Refused,
     authorise,
     listen,
@@ -51,6 +52,7 @@ class OpenGateway(Gateway):
     """
 
     places = (*Gateway.places, "")
+    most_connections = MAX_CONNECTIONS
 
     def __init__(
         self,

@@ -261,3 +261,19 @@ def test_a_tokenizer_that_adds_spaces_is_refused():
     made.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     with pytest.raises(UserError, match="puts a space before each text"):
         Chat(PreTrainedTokenizerFast(tokenizer_object=made))
+
+
+def test_calls_in_an_environments_messages_are_written_as_templates_expect_them(tokenizer):
+    chat = chat_of(tokenizer, "qwen2.5")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    (read,) = chat.read([{"role": "assistant", "content": None, "tool_calls": [call]}], "the environment")
+    assert read["content"] == "" and read["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+@pytest.mark.parametrize("stop", ["\n", "</a>", "a ", "漢", "ß!"])
+def test_a_stop_text_is_completed_by_the_token_that_ends_it(tokenizer, stop):
+    """Also by one of whose name the vocabulary makes other characters, or that is a part of one."""
+    chat = chat_of(tokenizer, "qwen2.5")
+    ids = chat.ids(f"x{stop}")
+    whole = chat.stop_texts(stop, "never")
+    assert [whole.complete(ids[:end]) for end in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from mcp_types import (
 )
 
 from valor.agents.formats import ToolCall
-from valor.agents.mcp_tools import _text, mcp_tools
+from valor.agents.mcp_tools import _Connection, _text, mcp_tools
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset, name_of
@@ -167,3 +168,30 @@ def test_a_server_brings_its_own_schemas(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": {}, "tool_schema": schema}]}))
     with pytest.raises(UserError, match="drop tool_schema"):
         load_sources(str(path))
+
+
+def test_a_server_that_starts_slowly_is_opened_once():
+    """A call that gives up waiting leaves the session to the next one: else a start longer than a call never ends."""
+    import mcp  # noqa: F401  # not in the time of a call
+
+    opened, ready = [], asyncio.Event()
+
+    class Slow(_Connection):
+        async def _hold(self, opening):
+            opened.append(opening)
+            await ready.wait()
+            answer = SimpleNamespace(content=[], structured_content={"n": len(opened)}, is_error=False)
+            opening.set_result(SimpleNamespace(call_tool=lambda *_: asyncio.sleep(0, answer)))
+            await self._lost.wait()
+
+    async def play():
+        connection = Slow("anywhere")
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(connection.call("f"), 0.2)
+        connection._loop.call_soon_threadsafe(ready.set)
+        results = [await asyncio.wait_for(connection.call("f"), 60) for _ in range(2)]
+        connection.close()
+        return [result.text for result in results]
+
+    assert asyncio.run(play()) == ['{"n": 1}'] * 2 and len(opened) == 1

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 from threaded_engine import echo
 
+from valor.agents.chat import Chat
 from valor.agents.loops import Limits, Task
 from valor.agents.verl_loop import AgentLoopBase, AgentLoopOutput, VerlLoop, _ServerManager
+from valor.errors import UserError
+from valor.lab.arithmetic import make_tokenizer
 from valor.rollout.base import Output, Request, SamplingParams, Span
 
 TASK = Task((7, 1, 3), [1, 2], SamplingParams(max_tokens=5), {"extra_info": {}})
@@ -20,7 +23,7 @@ def server(asked):
         await asyncio.sleep(0)
         return echo(Request("", prompt_ids, params, seed))
 
-    return _ServerManager(TASK, generate, 10)
+    return _ServerManager(TASK, generate, 10, None)
 
 
 def test_calls_at_the_same_time_draw_other_numbers():
@@ -74,7 +77,7 @@ def sampling(*outputs):
         tokens, log_probs, spans = next(left)
         return Output("", tokens, log_probs, "stop", spans)
 
-    return _ServerManager(TASK, generate, 100)
+    return _ServerManager(TASK, generate, 100, None)
 
 
 def asked(one, *prompts):
@@ -119,3 +122,28 @@ def test_given_log_probs_do_without_a_call_that_sampled_anything():
     asked(one, [1], [1, 3])
     (turn,) = one.turns(AgentLoopOutput([2], [4], [1], [-0.4]), new_row=False)
     assert (turn.log_probs, turn.spans) == ([-0.4], (Span(1, 5),))
+
+
+def test_what_a_call_asks_for_is_done_or_refused():
+    """verl hands all of it to its engine: a text that ends a turn counts, and what has no place here is refused."""
+    chat, params = Chat(make_tokenizer()), []
+
+    async def generate(prompt_ids, asked, seed):
+        params.append(asked)
+        return Output("", [3], [-0.5], "stop", (Span(1, 0),))
+
+    def ask(sampling, **more):
+        one = _ServerManager(TASK, generate, 10, chat.stop_texts)
+        asyncio.run(one.generate("a", prompt_ids=[1], sampling_params=sampling, **more))
+
+    ask({"temperature": 0.5, "stop": ["</a>", "!"], "include_stop_str_in_output": True, "logprobs": True, "min_p": 0.0})
+    assert params[-1].temperature == 0.5 and params[-1].stop.texts == ("</a>", "!")
+    ask({"stop": "!", "repetition_penalty": 1.0, "top_k": 0, "n": 1}, image_data=None, video_data=[])
+    assert params[-1].stop.texts == ("!",)
+    ask({"stop": None})
+    assert params[-1].stop is None
+    for wrong in ({"repetition_penalty": 1.1}, {"n": 2}, {"min_tokens": 3}, {"stop": [""]}, {"no_such": 1}):
+        with pytest.raises(UserError, match=f"sampling_params: {next(iter(wrong))}="):
+            ask(wrong)
+    with pytest.raises(UserError, match="image_data"):
+        ask({}, image_data=["picture.png"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _failing_tool
+from valor.collector.collector import _failing_tool, _informative_rows
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -143,6 +143,25 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
 
 
+def test_the_overlong_penalty_is_of_an_episodes_longest_row():
+    """The limit is that of a row: several short ones, as of a template that rewrites history, are no long answer."""
+    reward = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4}}}
+    batch = batch_of([6, 5, 7, 3])
+    batch["episode"] = torch.tensor([0, 0, 1, 2])
+    config = {"reward": reward, "data": {"max_response_length": 8}}
+    results = Grading(PPOConfig.model_validate(config), inputs_with(Graders()), {}).training(batch).results
+    assert [r.components["overlong_reward"] for r in results] == [-0.5, -0.75, 0.0]
+
+
+def test_the_overlong_penalty_of_search_begins_before_the_end_of_the_episode():
+    """Search-R1's `data.max_response_length` is that of a turn."""
+    reward = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4}}}
+    data = {"max_response_length": 8, "max_prompt_length": 20, "max_start_length": 10}
+    config = PPOConfig.model_validate({"reward": reward, "data": data, "do_search": True})
+    results = Grading(config, inputs_with(Graders()), {}).training(batch_of([14, 16, 18])).results
+    assert [r.components["overlong_reward"] for r in results] == [0.0, -0.5, -1.0]
+
+
 @pytest.mark.parametrize("by", ["length", "model"])
 def test_a_failed_grader_has_the_error_score_in_every_component(by):
     """Also where the run adds components of its own: an estimator that compares them goes on."""
@@ -249,3 +268,14 @@ def test_a_step_with_too_many_failed_calls_is_refused():
         _failing_tool(played(DOWN, FOUND, FOUND), 0.0)
     assert _failing_tool(played(*mistakes), 0.0)
     assert _failing_tool(batch_of([1, 2]), 0.0) is None
+
+
+def test_dynamic_sampling_does_not_count_an_episode_that_failed_as_a_wrong_answer():
+    """Nothing is learnt from it, so a prompt whose other samples agree teaches nothing."""
+    batch = batch_of([3, 2, 1, 3, 2, 1])
+    batch["response_mask"][2] = batch["response_mask"][5] = 0.0
+    batch.objects["uid"] = ["a"] * 3 + ["b"] * 3
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    results = [RewardResult(float(score), {}) for score in scores]
+    config = PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True}}})
+    assert _informative_rows(batch, results, scores, config).objects["uid"] == ["b"] * 3
