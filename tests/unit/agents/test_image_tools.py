@@ -121,7 +121,7 @@ def test_an_image_that_is_none_is_an_error_of_the_call(model: Path, tmp_path: Pa
 def test_parts_that_a_template_may_leave_out_fail_the_episode(part: Any, model: Path, tmp_path: Path) -> None:
     _, _, chat = play(model, tmp_path, "done")
     shown = [{"role": "user", "content": [{"type": "text", "text": "now"}, part]}]
-    with pytest.raises(EpisodeFailed, match="the environment answered with a part .* neither text nor an image"):
+    with pytest.raises(EpisodeFailed, match=r"the environment answered with a part .* neither text nor an image"):
         chat.read(shown, "the environment")
 
 
