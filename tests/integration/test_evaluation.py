@@ -162,6 +162,7 @@ def test_policies_are_compared_on_the_prompts_that_both_answered(tiny, settings,
     line += [f"data.val_files={tmp_path / 'val.parquet'}", "data.max_prompt_length=16"]
     line += ["data.filter_overlong_prompts=true"]
     assert valor([*line, "data.max_prompt_length=2"]) == 2
+    assert "val.parquet: all 5 prompts are longer than data.max_prompt_length=2" in capsys.readouterr().err
     assert valor(line) == 0
     assert "other: compared on the 3 prompts of sums that model answered too" in capsys.readouterr().out
     results = numbers(tmp_path / "out")
