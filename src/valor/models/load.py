@@ -27,11 +27,11 @@ from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers, reads_later_tokens
 from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
-from valor.models.internals import checkpoint_layers, processor_without_video
+from valor.models.internals import checkpoint_layers, processor_without_video, save_as_floats
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
-from valor.models.quantized import read_as_floats, save_as_floats, whole_numbers
+from valor.models.quantized import read_as_floats, whole_numbers
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,10 @@
-"""Checkpoints of quantized weights: read as the numbers that they stand for, and saved as these."""
+"""Checkpoints of quantized weights, which are read as the numbers that they stand for."""
 
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from valor.errors import UserError
@@ -30,17 +29,6 @@ def read_as_floats(config: Any, path: str) -> None:
     config.quantization_config = {**settings, "dequantize": True}
 
 
-def save_as_floats(hf: Any) -> None:
-    """Forget how a checkpoint's weights were quantized: transformers would quantize what it saves in the same way, in a
-    directory whose config says nothing of it."""
-    used = getattr(hf, "_weight_conversions", None) or []
-    if not any(map(_dequantizes, used)):
-        return
-    plain = {tuple(one.target_patterns): one for one in get_model_conversion_mapping(hf, add_legacy=False)}
-    kept = [plain.get(tuple(one.target_patterns)) if _dequantizes(one) else one for one in used]
-    hf._weight_conversions = [one for one in kept if one is not None]
-
-
 def whole_numbers(folder: str) -> set[str]:
     """Names of the tensors in a directory's safetensors whose elements are integers."""
     names: set[str] = set()
@@ -48,7 +36,3 @@ def whole_numbers(folder: str) -> set[str]:
         with safe_open(file, "pt") as tensors:
             names |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
     return names
-
-
-def _dequantizes(conversion: Any) -> bool:
-    return any("Dequantize" in type(operation).__name__ for operation in getattr(conversion, "operations", ()))
