@@ -16,7 +16,7 @@ from runs import assert_same_run, assert_same_weights, read_metrics
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributions import Categorical, kl_divergence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from json_http import JsonHandler
 from valor.config.distillation import TeacherConfig
@@ -203,6 +203,10 @@ MISTAKES = {
     "has {hint} in it, and a row has no such column": (
         "distillation.teacher_models.teacher_model.prompt_template='{prompt} {hint}'",
     ),
+    "has 16 positions: set it lower": ("positions",),
+    "more than the 1024 positions of": (
+        "distillation.teacher_models.teacher_model.prompt_template='{prompt}" + " and think" * 120 + "'",
+    ),
     "set distillation.nnodes=0": (f"{LOSS}.loss_mode=forward_kl", "distillation.nnodes=1"),
     "would learn for nothing": ("algorithm.adv_estimator=gae",),
     "use_policy_gradient=false, or loss_mode=k1": (f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"),
@@ -212,10 +216,15 @@ MISTAKES = {
 @pytest.mark.parametrize("line", MISTAKES)
 def test_mistakes_are_one_line(line, tiny, teacher, overrides, tmp_path, capsys):
     more = [text.replace("{teacher}", str(teacher)) for text in MISTAKES[line]]
+    if more in (["tokenizer"], ["positions"]):
+        other = make_teacher(tiny["model"], tmp_path / "other", 7)
+        config = AutoConfig.from_pretrained(other)
+        config.max_position_embeddings = 16 if more == ["positions"] else config.max_position_embeddings
+        config.save_pretrained(other)
+    if more == ["positions"]:
+        more = [f"distillation.teacher_models.teacher_model.model_path={other}"]
     if more == ["tokenizer"]:
         vocabulary = {token: number for number, token in enumerate("abcdefgh")}
-        other = tmp_path / "other"
-        make_teacher(tiny["model"], other, 7)
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary))).save_pretrained(other)
         more = [f"distillation.teacher_models.teacher_model.model_path={other}"]
     assert main(overrides(tmp_path / "run", *taught(teacher, *ALONE), *more)) == 2

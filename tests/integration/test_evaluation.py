@@ -149,3 +149,29 @@ def test_a_mistake_is_one_line(setting, message, tiny, settings, tmp_path, capsy
     assert valor(["eval", str(tiny["model"]), *settings, f"eval.out={tmp_path / 'out'}", setting]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_policies_are_compared_on_the_prompts_that_both_answered(tiny, settings, tmp_path, monkeypatch, capsys):
+    """A longer template leaves another model fewer prompts; a command with a mistake in it leaves no answers."""
+    tokenizer = arithmetic.make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("['content']", "['content'] + '      '")
+    other = arithmetic.make_model(tmp_path / "other", seed=1, tokenizer=tokenizer)
+    questions = ((text, "2", {"i": i}) for i, text in enumerate(("1+1=", "1000000+1=", "10000000+1=", "2+2=", "3+3=")))
+    arithmetic.write_prompts(tmp_path / "val.parquet", "sums", "math", questions)
+    line = ["eval", str(tiny["model"]), str(other), *settings, f"eval.out={tmp_path / 'out'}"]
+    line += [f"data.val_files={tmp_path / 'val.parquet'}", "data.max_prompt_length=16"]
+    line += ["data.filter_overlong_prompts=true"]
+    assert valor([*line, "data.max_prompt_length=2"]) == 2
+    assert "val.parquet: all 5 prompts are longer than data.max_prompt_length=2" in capsys.readouterr().err
+    assert valor(line) == 0
+    assert "other: compared on the 3 prompts of sums that model answered too" in capsys.readouterr().out
+    results = numbers(tmp_path / "out")
+    assert [of["sources"]["sums"]["prompts"] for of in results["policies"]] == [5, 3]
+    (gap,) = results["comparisons"]
+    scores = []
+    for name in ("model", "other"):
+        (file,) = (tmp_path / "out" / name).glob("answers_*.jsonl")
+        answers = [json.loads(text) for text in file.read_text().splitlines()]
+        scores.append([sum(a["score"] for a in answers if a["uid"].endswith(f":{i}")) / 4 for i in (0, 3, 4)])
+    assert gap["prompts"] == 3
+    assert gap["value"] == pytest.approx(sum(b - a for a, b in zip(*scores, strict=True)) / 3)

@@ -111,8 +111,10 @@ class Chat:
             parts = message.get("content")
             if not isinstance(parts, list):
                 continue
-            if not all(isinstance(part, Mapping) and part.get(part.get("type")) is not None for part in parts):
-                raise EpisodeFailed(f"{where} answered with a part of a message that is neither text nor an image")
+            for part in parts:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind not in ("text", "image") or part.get(kind) is None:
+                    raise EpisodeFailed(f"{where} answered with a part of a message that is neither text nor an image")
             files = iter(self.files([part["image"] for part in parts if part["type"] == "image"], where))
             message["content"] = [
                 {"type": "image", "file": next(files)} if part["type"] == "image" else part for part in parts

@@ -11,6 +11,7 @@ from valor.agents.episode import with_text
 from valor.agents.taskset import taskset_of_run
 from valor.agents.tools import name_of
 from valor.config import DataConfig, PPOConfig, RewardModelConfig
+from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.data.curriculum import training_sampler
 from valor.data.images import ImageFiles
@@ -27,6 +28,7 @@ from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import find_grader, needs_truth
 from valor.tracking.console import say
+from valor.workers.teacher import teacher_model
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +182,11 @@ def _check_answered(rows: Iterable[PromptRow]) -> None:
 
 
 def check_positions(config: PPOConfig) -> Any:
-    """The policy's text config. UserError: it, or the critic, has too few positions for prompt and response."""
-    data, models = config.data, [config.actor_rollout_ref.model]
+    """The policy's text config. UserError: it, the critic or a teacher has too few positions for prompt and
+    response."""
+    data, models, teach = config.data, list[BackboneConfig]([config.actor_rollout_ref.model]), config.distillation
     models += [config.critic.model] if config.has_value_model else []
+    models += [teacher_model(config, teacher) for teacher in teach.models.values()] if teach.enabled else []
     text_configs = [load_model_config(model).get_text_config() for model in models]
     lengths = {"data.max_prompt_length + data.max_response_length": data.max_prompt_length + data.max_response_length}
     if config.plays_episodes or any(map(rope_limit, text_configs)):  # rows, or an engine's tables, may be that long

@@ -1,8 +1,9 @@
 """Images of prompts: found, checked, and made once into what the model reads, in files that rows name.
 
-A row's images are a list, or one: bytes of an image file, a path (from the folder of the data file), or a dictionary
-with `bytes` or `path` (`image` in its place), as parquet files of the Hugging Face hub have them. PIL images come from
-dataset classes. Each has one `<image>` in the row's messages.
+A row's images are a list, or one: bytes of an image file, a path (from the folder of the data file), a data URI, or a
+dictionary with `bytes` or `path` (`image` in its place), as parquet files of the Hugging Face hub have them. PIL images
+come from dataset classes. Each has one `<image>` in the row's messages, and is read as people see it: turned as its
+EXIF data says, on white where it is transparent.
 """
 
 import base64
@@ -27,6 +28,8 @@ _IDS, _MARK = "ids", "mark"  # in the head of a file with one image: the tokens 
 # that the chat template writes for it
 CONTENT = "content"
 """The image itself, in such a file: the bytes of an image file."""
+_READING = 2  # of how images are read, a part of their files' names
+_ORIENTATION = 0x112  # EXIF
 _URI = "data:image/jpeg;base64,"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # of `size`, for processors that count pixels
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -55,17 +58,28 @@ def _source(value: Any, folder: Path, where: str) -> Source:
             )
         value = next((value[key] for key in _KEYS if value.get(key) is not None), value)
     if isinstance(value, str):
-        path = folder / Path(value.removeprefix("file://")).expanduser()
-        if not path.is_file():
-            raise UserError(f"{where}: there is no file '{path}': correct the path, or leave the row out")
-        return path
+        return _from_text(value, folder, where)
     if hasattr(value, "save") and hasattr(value, "mode"):  # a PIL image
-        stream = io.BytesIO()
-        value.save(stream, "PNG")
-        return stream.getvalue()
+        return _png(_picture(value, where))
     if not isinstance(value, bytes | bytearray):
         raise UserError(f"{where}: must be bytes, a path, or a dictionary with one of them, got {kind_of(value)}")
     return bytes(value)
+
+
+def _from_text(text: str, folder: Path, where: str) -> Source:
+    """The image of a data URI, or a path."""
+    try:
+        if text.startswith("data:"):
+            return base64.b64decode(text.partition(",")[2], validate=True)
+        path = folder / Path(text.removeprefix("file://")).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, ValueError, RuntimeError):  # too long for a name, bytes that no name has, no such user
+        pass
+    raise UserError(
+        f"{where}: there is no file '{text[:200]}': correct the path (base64 is read behind data:image/png;base64, and "
+        "what has an address on the web has to be saved first), or leave the row out"
+    )
 
 
 def in_parts(messages: Messages, count: int, where: str) -> list[dict[str, Any]]:
@@ -111,7 +125,7 @@ class ImageFiles:
                 f"data.mm_processor_kwargs.{unknown}: {type(images).__name__} has no such option"
                 f"{did_you_mean(unknown, names) or f' (it has {listed})'}"
             )
-        facts = [type(images).__name__, images.to_dict(), self._options]
+        facts = [_READING, type(images).__name__, images.to_dict(), self._options]
         self._facts = json.dumps(facts, sort_keys=True, default=str).encode()
 
     def encode(self, text: str, images: Sequence[Source], where: str) -> tuple[list[int], str]:
@@ -158,7 +172,7 @@ class ImageFiles:
         path = self._folder / f"{digest.hexdigest()}-{ids.count(self._token)}.safetensors"
         if not path.is_file():
             tensors = {name: x for name, x in encoded.items() if name not in _OF_THE_TEXT}
-            tensors |= {CONTENT: _as_tensor(contents[0])} if head else {}
+            tensors |= {CONTENT: _as_tensor(_same_elsewhere(contents[0], pictures[0]))} if head else {}
             self._write(path, tensors, {_FACT: _small(pictures[:_SHOWN]), **head}, where)
         return ids, str(path)
 
@@ -271,10 +285,32 @@ def _small(pictures: Sequence[Any]) -> str:
     return _URI + base64.b64encode(stream.getvalue()).decode()
 
 
-def _picture(content: bytes, where: str) -> Any:
-    from PIL import Image
+def _picture(image: Any, where: str) -> Any:
+    """RGB, as people see it, of the bytes of an image file or a PIL image."""
+    from PIL import Image, ImageOps
 
     try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+        if picture.mode.startswith("I;16"):  # which Pillow cuts at 255
+            picture = picture.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        return picture.convert("RGB")
     except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{where}: is no image that can be read ({error}): repair it, or leave the row out") from None
+
+
+def _png(picture: Any) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _same_elsewhere(content: bytes, picture: Any) -> bytes:
+    """An image file that other programs read as `picture` too: they do not agree on what is transparent or turned."""
+    from PIL import Image
+
+    file = Image.open(io.BytesIO(content))
+    plain = file.mode in ("RGB", "L") and not file.has_transparency_data
+    return content if plain and file.getexif().get(_ORIENTATION, 1) == 1 else _png(picture)

@@ -170,7 +170,7 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         if answer["role"] != "assistant":
             raise UserError(f"{where}: '{key}' must end with an assistant message")
         answers.append(answer)
-        questions.append(before or prompt)
+        questions.append(_question(before, prompt, f"{where}: '{key}' and '{data.prompt_key}'"))
     if None in questions:
         raise UserError(
             f"{where}: there is no prompt: give a column '{data.prompt_key}' (or set data.prompt_key), or whole chats "
@@ -179,13 +179,26 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
     margin = record.get(data.margin_key) if data.margin_key is not None else None
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) < math.inf
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and 0 <= margin < math.inf
     if data.margin_key is not None and not is_number:
-        raise UserError(f"{where}: '{data.margin_key}' must be a number, got {kind_of(margin)}")
+        raise UserError(f"{where}: '{data.margin_key}' must be a number of at least 0, got {kind_of(margin)}")
     source, (chosen, rejected) = record.get("source"), answers
     named = "unnamed" if source is None else str(source)
     template = data.apply_chat_template_kwargs | row_options(record, where)
     return Preference(where, questions[0], chosen, rejected, named, margin, template)
+
+
+def _question(before: list[dict[str, Any]], prompt: list[dict[str, Any]] | None, where: str) -> Any:
+    """What a response answers: the messages before it, with those of the prompt's column that they leave out, such as
+    a system message. UserError: these are other ones."""
+    if not before or prompt is None:
+        return before or prompt
+    most = min(len(prompt), len(before))
+    if shared := next((n for n in range(most, 0, -1) if prompt[-n:] == before[:n]), 0):
+        return [*prompt, *before[shared:]]
+    if any(message not in before for message in prompt) and (len(prompt) > 1 or prompt[0]["role"] != "user"):
+        raise UserError(f"{where} have different messages before the response: drop one of the two")
+    return before
 
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:

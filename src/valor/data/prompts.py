@@ -109,8 +109,9 @@ class PromptDataset(Sequence[PromptRow]):
             # An array takes a tenth of the memory of a list of int objects.
             self._rows.append((number, array("i", ids), replace(rows[number], images=()), file))
         if not self._rows:
+            files = ", ".join(dict.fromkeys(rows[n].where.rpartition(",")[0] for n in numbers))
             raise UserError(
-                f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
+                f"{files}: all {len(numbers)} prompts are longer than data.max_prompt_length="
                 f"{data.max_prompt_length} tokens and were left out; raise the limit"
             )
         if num_overlong:

@@ -98,15 +98,22 @@ class _Policy:
         settings = {key: value for key, value in settings.items() if not key.startswith(_HARMLESS_SECTIONS)}
         now = {"settings": settings, "digests": {k: v for k, v in digests_of(self.config).items() if k in settings}}
         file = self.folder / _SETTINGS_FILE
-        if not file.exists():
-            write_atomically(file, json.dumps(now, indent=1) + "\n")
-            return
-        before = json.loads(file.read_text())
-        if lines := [change.line for change in changes(EvalConfig, before, now) if not change.exact]:
-            raise UserError(
-                f"'{self.folder}' holds answers under other settings ({'; '.join(lines)}): give another eval.out, or "
-                "delete it"
-            )
+        if file.exists():
+            before = json.loads(file.read_text())
+            lines = [change.line for change in changes(EvalConfig, before, now) if not change.exact]
+            if lines and self._answer_files:
+                raise UserError(
+                    f"'{self.folder}' holds answers under other settings ({'; '.join(lines)}): give another eval.out, "
+                    "or delete it"
+                )
+            if not lines:
+                return
+        shutil.rmtree(self.folder / "model", ignore_errors=True)  # the export of another checkpoint
+        write_atomically(file, json.dumps(now, indent=1) + "\n")
+
+    @property
+    def _answer_files(self) -> list[Path]:
+        return sorted(self.folder.glob("answers_*.jsonl"))
 
     def _inputs(self) -> RunInputs:
         return RunInputs(held_out(self.config))
@@ -139,7 +146,7 @@ class _Policy:
     def answers(self) -> list[Mapping[str, Any]]:
         """One record a sample, the samples of a prompt together; of an episode of several rows the last, with the
         policy's tokens of all as `tokens`."""
-        records = [r for file in sorted(self.folder.glob("answers_*.jsonl")) for _, r in read_records(str(file))]
+        records = [r for file in self._answer_files for _, r in read_records(str(file))]
         episodes = grouped(records, [r.get("episode", i) for i, r in enumerate(records)])
         return [rows[-1] | {"tokens": sum(sum(row["response_mask"]) for row in rows)} for rows in episodes]
 
@@ -148,6 +155,13 @@ class _Policy:
         """Of each data source, each metric of each prompt."""
         columns = ([answer[name] for answer in self.answers] for name in ("uid", "data_source", "score", "correct"))
         return prompt_metrics(*columns, answers=[answer["answer"] for answer in self.answers])
+
+    @cached_property
+    def scores(self) -> Mapping[tuple[str, str], float]:
+        """The mean score of the answers to each prompt, by data source and row of the data (as uids end)."""
+        keys = [(answer["data_source"], answer["uid"].rpartition(":")[2]) for answer in self.answers]
+        scores = grouped([answer["score"] for answer in self.answers], keys)
+        return dict(zip(dict.fromkeys(keys), map(_mean, scores), strict=True))
 
     def measured(self) -> dict[str, Any]:
         """Of each data source: prompts, the mean length and share of answers that were cut, how many could not be
@@ -190,18 +204,23 @@ def _with_model(config: EvalConfig, path: str) -> EvalConfig:
 
 
 def _comparisons(policies: Sequence[_Policy]) -> Iterator[dict[str, Any]]:
-    """Each further policy against the first: mean over prompts of the difference of their mean scores."""
+    """Each further policy against the first: mean over the prompts that both answered (others are too long in the
+    tokens of one of them) of the difference of their mean scores."""
     base = policies[0]
     for other in policies[1:]:
+        theirs = other.scores
         for source, metrics in base.by_prompt.items():
-            name = next(iter(metrics))
-            pairs = zip(other.by_prompt[source][name], metrics[name], strict=True)
-            gaps = [ours - theirs for ours, theirs in pairs]
+            ours = {key: score for key, score in base.scores.items() if key[0] == source}
+            gaps = [theirs[key] - score for key, score in ours.items() if key in theirs]
+            if len(gaps) < max(len(ours), sum(key[0] == source for key in theirs)):
+                say(f"{other.name}: compared on the {len(gaps)} prompts of {source} that {base.name} answered too")
+            if not gaps:
+                continue
             yield {
                 "base": base.name,
                 "other": other.name,
                 "source": source,
-                "metric": name,
+                "metric": next(iter(metrics)),
                 **_estimate(gaps),
                 "p_signs": sign_flip_p(gaps),
                 "better": sum(gap > 0 for gap in gaps),

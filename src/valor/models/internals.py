@@ -130,6 +130,23 @@ def read_weights_as(made: str, other: str) -> None:
         conversion_mapping.register_checkpoint_conversion_mapping(made, names, overwrite=True)
 
 
+def save_as_floats(hf: Any) -> None:
+    """Forget how a checkpoint's weights were quantized: transformers would quantize what it saves in the same way, in a
+    directory whose config says nothing of it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    used = getattr(hf, "_weight_conversions", None) or []
+    if not any(map(_dequantizes, used)):
+        return
+    plain = {tuple(one.target_patterns): one for one in get_model_conversion_mapping(hf, add_legacy=False)}
+    kept = [plain.get(tuple(one.target_patterns)) if _dequantizes(one) else one for one in used]
+    hf._weight_conversions = [one for one in kept if one is not None]
+
+
+def _dequantizes(conversion: Any) -> bool:
+    return any("Dequantize" in type(operation).__name__ for operation in getattr(conversion, "operations", ()))
+
+
 def processor_without_video(config: Any) -> Any:
     """The processor class of a model's config, as one of images and text: what reads video needs torchvision."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

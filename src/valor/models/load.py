@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,10 +27,11 @@ from valor.hub import hub_answers, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers, reads_later_tokens
 from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
-from valor.models.internals import checkpoint_layers, processor_without_video
+from valor.models.internals import checkpoint_layers, processor_without_video, save_as_floats
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
+from valor.models.quantized import read_as_floats, whole_numbers
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)
@@ -317,6 +317,7 @@ def _from_pretrained(
     optional: Callable[[Any, str], bool] = lambda hf, key: False,
 ) -> tuple[Any, dict[str, Any]]:
     """A model and transformers' report of what was missing. UserError: a weight is missing that is not `optional`."""
+    read_as_floats(config, model.path)
     with _as_user_errors(model.path, "model", _with_overrides(model)), quiet_transformers():
         hf, info = auto.from_pretrained(
             _resolve(model.path),
@@ -329,22 +330,14 @@ def _from_pretrained(
     if missing := {key for key in info["missing_keys"] if not optional(hf, key)}:
         promise = f"config.json{_with_overrides(model)} promises"
         raise UserError(f"the checkpoint '{model.path}' lacks weights that its {promise}: {_some(missing)}")
-    if integers := _integers(_resolve(model.path)) & {name for name, _ in hf.named_parameters()}:
+    if integers := whole_numbers(_resolve(model.path)) & {name for name, _ in hf.named_parameters()}:
         raise UserError(
             f"weights in '{model.path}' are whole numbers, and nothing says how to read them: {_some(integers)}"
         )
     if broken := {name for name, p in hf.named_parameters() if not (p.is_meta or p.isfinite().all())}:
         raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
+    save_as_floats(hf)
     return hf, info
-
-
-def _integers(folder: str) -> set[str]:
-    """Names of the tensors in a directory's safetensors whose elements are integers."""
-    names: set[str] = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
-    return names
 
 
 def _prepare(hf: Any, model: BackboneConfig, seed: int, *, frozen_vision: bool = False) -> None:

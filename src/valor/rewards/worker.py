@@ -147,7 +147,8 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
         if "score" not in value:
             raise ValueError(f"the grader returned a dict without 'score' (it has {', '.join(map(str, value))})")
         steps = as_steps(value.get("step_rewards", ()))
-        components = {str(k): _plain(v) for k, v in value.items() if k not in ("score", "step_rewards")}
+        said = {str(k): v for k, v in value.items() if k not in ("score", "step_rewards") and v is not None}
+        components = {name: _plain(component) for name, component in said.items()}
         value = value["score"]
     number: Any = None if isinstance(value, str | bytes) else value  # which float() reads
     try:

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch, pad_rows
 from valor.data.messages import Messages
+from valor.data.positions import num_positions
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
+from valor.models.load import load_model_config
 
 COLUMNS = ("data_source", "ground_truth", "extra_info")
 """Of a row, what a template may name; entries of extra_info by their names."""
@@ -60,6 +63,17 @@ def reading_more(
     ]
     prompts, lengths = pad_rows(token_ids(tokenizer, texts), torch.long)
     return Batch({"prompts": prompts, "prompt_lengths": lengths})
+
+
+def check_longest(key: str, prompt: int, responses: int, model: BackboneConfig) -> None:
+    """UserError: the template `key` makes a prompt of so many tokens, and `model` has too few positions for it and a
+    response."""
+    positions = num_positions(load_model_config(model).get_text_config())
+    if positions is not None and prompt + responses > positions:
+        raise UserError(
+            f"{key} makes prompts of up to {prompt} tokens, which with data.max_response_length={responses} are more "
+            f"than the {positions} positions of '{model.path}': shorten it"
+        )
 
 
 def critic_rows(batch: Batch) -> Batch:

@@ -10,9 +10,10 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.config.distillation import DistillationConfig
 from valor.data.batch import Batch
+from valor.data.prompts import render, token_ids
 from valor.errors import StepRefused, UserError
-from valor.trainer.prompt_templates import COLUMNS, columns_of, filled
-from valor.workers.teacher import check_teachers
+from valor.trainer.prompt_templates import COLUMNS, check_longest, columns_of, filled
+from valor.workers.teacher import check_teachers, teacher_model
 
 TEMPLATE = "distillation.teacher_models.<name>.prompt_template"
 
@@ -27,16 +28,25 @@ def routed(batch: Batch, config: DistillationConfig) -> Tensor:
 
 def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
     """UserError: a teacher that the policy cannot learn from, or a row of the training prompts without a teacher, or
-    without a column that its teacher is told."""
-    section = config.distillation
+    without a column that its teacher is told, or with more of it than that has positions."""
+    section, tokenizer = config.distillation, inputs.tokenizer
     if not section.enabled:
         return
-    check_teachers(config, inputs.tokenizer)
+    check_teachers(config, tokenizer)
     teachers = [*section.teacher_models.values()]
+    longest = [0] * len(teachers)
     for row in inputs.train if len(teachers) > 1 or teachers[0].prompt_template is not None else ():
         values = (row.data_source, row.ground_truth, row.extra_info)
-        if (template := teachers[_number(section, *values)].prompt_template) is not None:
-            filled(template, TEMPLATE, row.messages, columns_of(*values))
+        number = _number(section, *values)
+        if (template := teachers[number].prompt_template) is not None:
+            messages = filled(template, TEMPLATE, row.messages, columns_of(*values))
+            text = render(tokenizer, messages, {**config.data.apply_chat_template_kwargs, **row.template_kwargs})
+            longest[number] = max(longest[number], len(token_ids(tokenizer, [text])[0]))
+    for teacher, prompt in zip(teachers, longest, strict=True):
+        if prompt and teacher.url is None:
+            model = config.actor_rollout_ref.model
+            model = model if teacher.model_path is None else teacher_model(config, teacher)
+            check_longest(TEMPLATE, prompt, config.data.max_response_length, model)
 
 
 def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from tiny_vision import IMAGE, make_model, picture
 from valor.agents.agents import Agents
-from valor.agents.episode import Episode, episode_rows
+from valor.agents.episode import Episode, EpisodeFailed, episode_rows
 from valor.agents.loops import Task
 from valor.config import PPOConfig, load
 from valor.data.images import image_files, image_ids
@@ -105,6 +105,24 @@ def test_an_image_that_is_none_is_an_error_of_the_call(model: Path, tmp_path: Pa
     assert episode.info["calls"][0]["error"] == "failed"
     assert "there is no file" in episode.info["calls"][0]["text"] and "nowhere.png" in episode.info["calls"][0]["text"]
     assert prompts[0][1] == prompts[1][1]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+        {"type": "audio", "audio": b"sound"},
+        {"type": "video", "video": "clip.mp4"},
+        {"type": "image"},
+        {"text": "untyped"},
+        "plain",
+    ],
+)
+def test_parts_that_a_template_may_leave_out_fail_the_episode(part: Any, model: Path, tmp_path: Path) -> None:
+    _, _, chat = play(model, tmp_path, "done")
+    shown = [{"role": "user", "content": [{"type": "text", "text": "now"}, part]}]
+    with pytest.raises(EpisodeFailed, match=r"the environment answered with a part .* neither text nor an image"):
+        chat.read(shown, "the environment")
 
 
 def test_rows_of_a_sub_agent_have_its_images_alone(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_vision import IMAGE, make_model, picture
 from valor.collector.inputs import load_images
 from valor.config import DataConfig
-from valor.data.images import ImageFiles, in_parts, parse_images, shown_images
+from valor.data.images import CONTENT, ImageFiles, in_parts, parse_images, shown_images
 from valor.data.prompts import PromptDataset
 from valor.errors import UserError
 from valor.models.internals import processor_without_video
@@ -174,3 +174,65 @@ def test_a_missing_library_is_told(monkeypatch: Any) -> None:
     monkeypatch.setattr("valor.collector.inputs.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs Pillow to read images: pip install 'valor-rl\[images\]'"):
         load_images(config, None)
+
+
+def shown_as(tmp_path: Path, processor: Any, content: bytes) -> tuple[list[float], bytes]:
+    """What the model reads of an image, and the file that servers get."""
+    made = ImageFiles(processor, IMAGE, str(tmp_path / "cache"), {}, apart=True)
+    tensors = load_file(made.file_of(content, "row 0"))
+    return tensors["pixel_values"].flatten().tolist(), tensors[CONTENT].numpy().tobytes()
+
+
+def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def test_images_are_read_as_people_see_them(tmp_path: Path, processor: Any) -> None:
+    from PIL import Image
+
+    ink = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    ink.paste((0, 0, 0, 255), (4, 4, 8, 8))
+    on_white = Image.new("RGB", (16, 16), "white")
+    on_white.paste("black", (4, 4, 8, 8))
+    palette = Image.new("P", (16, 16), 0)
+    palette.putpalette([0, 0, 0, 0, 0, 0])
+    palette.paste(1, (4, 4, 8, 8))
+    wide = Image.open(io.BytesIO(picture(24, 16, 0)))
+    turned = Image.Exif()
+    turned[0x112] = 6
+    photo = encoded(wide, "JPEG", exif=turned, quality=95)
+    upright = Image.open(io.BytesIO(photo)).convert("RGB").transpose(Image.Transpose.ROTATE_270)
+    grey = Image.new("I;16", (16, 16), 0x8080)
+    cases = [
+        (encoded(ink), on_white),
+        (encoded(ink.convert("LA")), on_white),
+        (encoded(palette, transparency=0), on_white),
+        (photo, upright),
+        (encoded(grey), Image.new("RGB", (16, 16), (128, 128, 128))),
+    ]
+    for content, expected in cases:
+        read, sent = shown_as(tmp_path, processor, content)
+        assert read == shown_as(tmp_path, processor, encoded(expected))[0]
+        assert list(Image.open(io.BytesIO(sent)).convert("RGB").tobytes()) == list(expected.tobytes())
+    plain = encoded(wide, "JPEG")
+    assert shown_as(tmp_path, processor, plain)[1] == plain
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "HSV", "I;16", "RGBa", "YCbCr", "1"])
+def test_pil_images_of_every_mode_are_read(mode: str) -> None:
+    from PIL import Image
+
+    (content,) = parse_images([Image.new(mode, (3, 3))], "rows.parquet, row 0")
+    assert isinstance(content, bytes) and Image.open(io.BytesIO(content)).mode == "RGB"
+
+
+def test_texts_that_are_images_or_none(tmp_path: Path) -> None:
+    content, where = picture(8, 8, 0), f"{tmp_path / 'rows.parquet'}, row 3"
+    text = base64.b64encode(content * 9).decode()
+    assert parse_images([f"data:image/png;base64,{text}"], where) == (content * 9,)
+    for wrong in (text, "https://example.com/a.png", f"data:image/png;base64,{text}é", "~nobody-of-this-name/a.png"):
+        with pytest.raises(UserError, match=r"row 3, image 0: there is no file .*base64 is read behind data:") as told:
+            parse_images([wrong], where)
+        assert len(str(told.value)) < 500

@@ -19,6 +19,7 @@ from valor.data.reward_texts import RewardTexts
 from valor.errors import UserError
 
 USER = {"role": "user", "content": "Why?"}
+SYSTEM = {"role": "system", "content": "Be kind."}
 GOOD, BAD = {"role": "assistant", "content": "So."}, {"role": "assistant", "content": "No."}
 PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "source": "s"}
 
@@ -53,6 +54,18 @@ def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
     assert (pair.prompt, pair.chosen, pair.rejected, pair.source) == ([USER], GOOD, BAD, "s")
 
 
+@pytest.mark.parametrize("chat", [[], ["user"], ["system", "user"]])
+def test_a_system_message_of_the_prompt_is_not_lost(tmp_path, chat):
+    before = [message for message in (SYSTEM, USER) if message["role"] in chat]
+    row = {"prompt": [SYSTEM, USER], "chosen": [*before, GOOD], "rejected": [*before, BAD]}
+    (pair,) = read(write(tmp_path / "p.jsonl", row))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([SYSTEM, USER], GOOD, BAD)
+    if chat:
+        row |= {"chosen": [*before, GOOD, USER, GOOD], "rejected": [*before, GOOD, USER, BAD]}
+        (pair,) = read(write(tmp_path / "p.jsonl", row))
+        assert pair.prompt == [SYSTEM, USER, GOOD, USER]
+
+
 def test_columns_may_have_other_names(tmp_path):
     row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "source": "x"}
     keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse"}
@@ -71,8 +84,22 @@ def test_columns_may_have_other_names(tmp_path):
         ({**PAIR, "chosen": [USER]}, {}, "'chosen' must end with an assistant message"),
         ({**PAIR, "chosen": 3}, {}, "'chosen' must be a list of messages"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, {}, "answer different prompts"),
-        ({**PAIR, "margin": "much"}, {"margin_key": "margin"}, "'margin' must be a number, got str"),
-        ({**PAIR, "margin": float("nan")}, {"margin_key": "margin"}, r"'margin' must be a number, got float \('nan'\)"),
+        ({**PAIR, "margin": "much"}, {"margin_key": "margin"}, "'margin' must be a number of at least 0, got str"),
+        (
+            {**PAIR, "margin": float("nan")},
+            {"margin_key": "margin"},
+            r"'margin' must be a number of .*, got float \('nan'\)",
+        ),
+        (
+            {**PAIR, "margin": -2},
+            {"margin_key": "margin"},
+            r"'margin' must be a number of at least 0, got int \('-2'\)",
+        ),
+        (
+            {"prompt": [SYSTEM, {**USER, "content": "?"}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            {},
+            "'chosen' and 'prompt' have different messages before the response",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, row, data, message):

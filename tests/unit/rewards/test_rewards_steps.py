@@ -81,3 +81,9 @@ def test_what_is_no_score_is_shown(value):
     shown = re.escape(repr(value["score"] if isinstance(value, dict) else value)[:60])
     with pytest.raises(TypeError, match=f"the grader returned {shown}, not a number or a dict with 'score'"):
         as_result(value, 0.0, 0.0)
+
+
+def test_what_a_grader_leaves_at_none_is_not_there():
+    """It is neither an error, nor an answer that votes."""
+    result = as_result({"score": 1.0, "error": None, "pred": None, "acc": True}, 0.0, -1.0)
+    assert (result.score, result.error, result.components) == (1.0, None, {"acc": True})

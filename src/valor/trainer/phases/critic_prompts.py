@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.data.batch import Batch, Episodes
-from valor.data.positions import num_positions
 from valor.data.prompts import render, token_ids
 from valor.errors import StepRefused, UserError
-from valor.models.load import load_model_config
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.prompt_templates import COLUMNS, CRITIC_PROMPTS, columns_of, filled, reading_more
+from valor.trainer.prompt_templates import COLUMNS, CRITIC_PROMPTS, check_longest, columns_of, filled, reading_more
 
 KEY = "critic.prompt_template"
 
@@ -95,9 +93,4 @@ def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
         options = {**config.data.apply_chat_template_kwargs, **row.template_kwargs}
         longest = max(longest, len(token_ids(tokenizer, [render(tokenizer, messages, options)])[0]))
     critic = config.critic.model if config.has_value_model else config.actor_rollout_ref.model
-    positions = num_positions(load_model_config(critic).get_text_config())
-    if positions is not None and longest + config.data.max_response_length > positions:
-        raise UserError(
-            f"{KEY} makes prompts of up to {longest} tokens, which with data.max_response_length="
-            f"{config.data.max_response_length} are more than the {positions} positions of '{critic.path}': shorten it"
-        )
+    check_longest(KEY, longest, config.data.max_response_length, critic)
