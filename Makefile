@@ -34,8 +34,8 @@ demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on
 test test-fast test-long test-faults: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
 
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not alone and not long and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40
-	$(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include="test_*.py" mark.alone tests)
+	$(BIN)/python -m pytest -m "not gpu and not alone and not long and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40; \
+	beside=$$?; $(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include="test_*.py" mark.alone tests) && exit $$beside
 
 test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
 	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu and not long and not faults" \
