@@ -3,11 +3,10 @@
     python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
 
 All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
-trained on half of the rooms and teaches that half. Both compare whole distributions. Policies are scored exactly, by
-all walks from all rooms, after every second step. Tokens are the sampled ones up to the first such score that reaches
-the teacher's, less a hundredth of what can be won. Three seeds that are not scored choose among four settings of each
-arm: its samples a step, and the divergence from a teacher. One update a step (GRPO: eight samples to a prompt), no
-warm-up, one learning rate.
+trained on half of the rooms and teaches that half. Both compare whole distributions (reverse KL). Policies are scored
+exactly, by all walks from all rooms, after every second step. Tokens are the sampled ones up to the first such score
+that reaches the teacher's, less a hundredth of what can be won. Seed 100 chooses each arm's samples a step; the seeds
+from 0 on are scored. One update a step (GRPO: eight samples to a prompt), no warm-up, one learning rate.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ from which_critic import chance_and_best
 
 LENGTH = 8
 WITHIN = 0.01  # of the teacher's share of what can be won
-TUNING_SEEDS = (100, 101, 102)
+TUNING_SEED = 100
 CHECKED = 2  # steps between exact scores
 TEACHERS_STEPS = 60
-# By arm: samples a step, with the divergence where it is not the reverse KL, and the most steps.
-STEPS = {"grpo": {"256": 80, "128": 120, "64": 160, "32": 320}}
-STEPS |= {"teacher": {"4": 240, "2": 320, "4-jsd": 240, "2-jsd": 320}}
-STEPS |= {"two": {"4": 240, "2": 640, "4-jsd": 240, "2-jsd": 640}}
+SIZES = {"grpo": {256: 80, 128: 120, 64: 160, 32: 320}}  # samples a step: steps at most
+SIZES |= {"teacher": {4: 240, 2: 320}, "two": {4: 240}}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 TEACH = {
     "algorithm.adv_estimator": "grpo",
     "distillation.enabled": True,
     "distillation.distillation_loss.use_task_rewards": False,
     "actor_rollout_ref.rollout.n": 1,
+    "distillation.distillation_loss.loss_mode": "reverse_kl",
 }
 
 
@@ -77,57 +75,53 @@ class Study:
             teachers[half] = trained(out / half, taught, files.walk) / "actor"
         return cls(out, files.walk, settings, teachers)
 
-    def own(self, arm: str, setting: str) -> dict[str, Any]:
+    def own(self, arm: str, samples: int) -> dict[str, Any]:
         """The settings of an arm."""
-        steps = {"trainer.total_training_steps": STEPS[arm][setting], "trainer.save_freq": CHECKED}
-        samples = samples_of(setting)
+        steps = {"trainer.total_training_steps": SIZES[arm][samples], "trainer.save_freq": CHECKED}
         prompts = samples // 8 if arm == "grpo" else samples
         size = {"data.train_batch_size": prompts, "actor_rollout_ref.actor.ppo_mini_batch_size": prompts}
         if arm == "grpo":
             return {**GRPO, **steps, **size}
         names = ("low", "high") if arm == "two" else ("one",)
-        loss = {"distillation.distillation_loss.loss_mode": "jsd" if setting.endswith("jsd") else "reverse_kl"}
         paths = {f"distillation.teacher_models.{name}.model_path": str(self.teachers[name]) for name in names}
         if arm == "two":
             paths |= {f"distillation.teacher_models.{name}.key": name for name in names}
             paths["distillation.teacher_key"] = "half"
-        return {**TEACH, **steps, **size, **loss, **paths}
+        return {**TEACH, **steps, **size, **paths}
 
-    def run(self, arm: str, setting: str, seed: int, parallel: int) -> None:
-        arms = {f"{arm}-{setting}": self.own(arm, setting)}
-        run_arms(self.out / "runs", self.settings, arms, [seed], parallel, self.walk)
+    def run(self, arm: str, samples: int, seed: int, parallel: int) -> None:
+        run_arms(
+            self.out / "runs", self.settings, {f"{arm}-{samples}": self.own(arm, samples)}, [seed], parallel, self.walk
+        )
 
     def shares(self, run: Path) -> dict[int, float]:
         """By step: the exact score, between doors at random, 0, and the best walks, 1."""
         chance, best = chance_and_best(self.walk)
         return {step: (found["score"] - chance) / (best - chance) for step, found in sorted(scores(run).items())}
 
-    def tokens_to_goal(self, arm: str, setting: str, seed: int) -> tuple[float, float]:
+    def tokens_to_goal(self, arm: str, samples: int, seed: int) -> tuple[float, float]:
         """Sampled tokens up to the goal (infinite: never), and the last share."""
         goal = max(self.shares(self.out / "one").values()) - WITHIN
-        run = self.out / "runs" / f"{arm}-{setting}" / f"seed_{seed}"
+        run = self.out / "runs" / f"{arm}-{samples}" / f"seed_{seed}"
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         lengths = [row["response_length/mean"] for row in rows if "response_length/mean" in row]
         shares = self.shares(run)
         reached = min((step for step, share in shares.items() if share >= goal), default=None)
-        return math.inf if reached is None else samples_of(setting) * sum(lengths[:reached]), [*shares.values()][-1]
+        return math.inf if reached is None else samples * sum(lengths[:reached]), [*shares.values()][-1]
 
-    def best(self, arm: str) -> str:
-        """The setting with the fewest tokens, the median of the tuning seeds; where none arrived, the nearest."""
-
-        def rank(setting: str) -> tuple[float, float]:
-            tokens, shares = zip(*(self.tokens_to_goal(arm, setting, seed) for seed in TUNING_SEEDS), strict=True)
-            return statistics.median(tokens), -statistics.fmean(shares)
-
-        return min(STEPS[arm], key=rank)
+    def best(self, arm: str) -> int:
+        """The samples a step that needed the fewest tokens with the tuning seed; where none arrived, the nearest."""
+        reached = {samples: self.tokens_to_goal(arm, samples, TUNING_SEED) for samples in SIZES[arm]}
+        return min(reached, key=lambda samples: (reached[samples][0], -reached[samples][1]))
 
     def table(self, seeds: range) -> str:
         lines = [
-            "| arm | setting | share at the end | seeds that arrive | tokens, median | GRPO's / this, median (95 %) |",
+            "| arm | samples a step | share at the end | seeds that arrive | tokens, median "
+            "| GRPO's / this, median (95 %) |",
             "|---|---|---|---|---|---|",
         ]
         of_grpo = [self.tokens_to_goal("grpo", self.best("grpo"), seed)[0] for seed in seeds]
-        for arm in STEPS:
+        for arm in SIZES:
             reached, last = zip(*(self.tokens_to_goal(arm, self.best(arm), seed) for seed in seeds), strict=True)
             ratios = [0.0 if math.isinf(b) else a / b for a, b in zip(of_grpo, reached, strict=True)]
             arrived = sum(map(math.isfinite, reached))
@@ -136,10 +130,6 @@ class Study:
                 f"| {statistics.median(reached):,.0f} | {median(ratios)} |"
             )
         return "\n".join(lines)
-
-
-def samples_of(setting: str) -> int:
-    return int(setting.partition("-")[0])
 
 
 def main() -> None:
@@ -152,13 +142,12 @@ def main() -> None:
     study, seeds = Study.prepare(arguments.out), range(arguments.seeds)
     of_teachers = {name: max(study.shares(arguments.out / name).values()) for name in study.teachers}
     print("shares of the teachers:", of_teachers, flush=True)
-    for arm in STEPS:
-        for setting in STEPS[arm]:
-            for seed in TUNING_SEEDS:
-                study.run(arm, setting, seed, arguments.parallel)
-                print(arm, setting, *study.tokens_to_goal(arm, setting, seed), flush=True)
+    for arm in SIZES:
+        for samples in SIZES[arm]:
+            study.run(arm, samples, TUNING_SEED, arguments.parallel)
+            print(arm, samples, *study.tokens_to_goal(arm, samples, TUNING_SEED), flush=True)
     for seed in seeds:
-        for arm in STEPS:
+        for arm in SIZES:
             study.run(arm, study.best(arm), seed, arguments.parallel)
     goals = ", ".join(f"{name} {share:.3f}" for name, share in of_teachers.items())
     text = f"Shares of what can be won of the teachers: {goals}.\n\n{study.table(seeds)}"
