@@ -70,7 +70,8 @@ def _table(head: list[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _spelling(one: Spelling) -> tuple[str, str]:
     """What a rule is about and what it does."""
-    what = f"read as `{one.target}`" if one.target else "refused" if one.refused else "no effect"
+    at = f"={one.value}" if one.value else ""
+    what = f"read as `{one.target}{at}`" if one.target else "refused" if one.refused else "no effect"
     what += f": {one.reason}" if one.reason else ""
     return one.pattern, f"with {' or '.join(f'`{value}`' for value in one.only)}: {what}" if one.only else what
 

@@ -1,8 +1,10 @@
 """Python files of the user's own: graders, advantage estimators, losses, tools, environments."""
 
+import hashlib
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
 
 from valor.errors import UserError, did_you_mean
 
@@ -89,23 +92,57 @@ def pickled(function: Any, what: str, key: str) -> bytes:
             f"{what} cannot travel to other processes ({reason}): make what it holds on to inside it, or give a file "
             f"with {key.replace('.', '__')}"
         ) from None
-    return buffer.getvalue()
+    return _without_random_names(buffer.getvalue())
 
 
 def unpickled(path: str) -> Callable[..., Any]:
     """The function of which `path` holds the `pickled` bytes. UserError: it cannot be read here."""
     try:
-        return pickle.loads(Path(path).expanduser().read_bytes())
+        return _Unpickler(BytesIO(Path(path).expanduser().read_bytes())).load()
     except Exception as error:
         text = f"{path}: cannot be read ({type(error).__name__}: {error}); check what was given to the run"
         raise UserError(text) from None
 
 
+def _without_random_names(content: bytes) -> bytes:
+    """The bytes with the random numbers that cloudpickle gives to classes made from what surrounds these."""
+    names = [name.encode() for name in _DYNAMIC_CLASS_TRACKER_BY_CLASS.values() if name.encode() in content]
+    digest = hashlib.sha256(re.sub(b"|".join(names), b"", content) if names else content).hexdigest()
+    for i, name in enumerate(sorted(names, key=content.index)):
+        content = content.replace(name, hashlib.sha256(f"{digest} {i}".encode()).hexdigest()[: len(name)].encode())
+    return content
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process)."""
+    """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process), and the
+    order of sets, which differs from session to session."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self._sets: dict[int, tuple[int, Any]] = {}  # by their id: a number, and the set, so that the id stays its
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) not in (set, frozenset):
+            return None
+        number, is_new = len(self._sets), id(obj) not in self._sets
+        number = self._sets.setdefault(id(obj), (number, obj))[0]
+        return (number, type(obj), sorted(obj, key=repr)) if is_new else (number,)
 
     @staticmethod
     def _code(code: CodeType) -> Any:
         return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
 
     dispatch_table: Any = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self._sets: dict[int, Any] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        number, *made = pid
+        if made:
+            kind, items = made
+            self._sets[number] = kind(items)
+        return self._sets[number]

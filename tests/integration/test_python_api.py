@@ -78,6 +78,26 @@ def test_the_tokenizer_is_that_of_the_run(tiny, tmp_path):
     assert run.tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False) == "1+1="
 
 
+def test_two_runs_of_a_process_do_not_write_into_one_folder(tiny, tmp_path):
+    def start():
+        return valor.PPO(
+            tiny["model"], SUMS, reward=lambda completions: [1.0], algorithm="grpo", **settings(tmp_path / "run")
+        )
+
+    first = start()
+    next(first)
+    with pytest.raises(UserError, match=r"is the folder of a run of this process that goes on: .*close\(\)"):
+        next(start())
+    first.close()
+    with start() as second:
+        next(second)
+    third = start()
+    next(third)
+    third = start()  # a cell of a notebook once more, which forgets the run that it had left
+    next(third)
+    third.close()
+
+
 def test_a_run_that_was_left_goes_on(tiny, tmp_path):
     def start(steps, folder="run"):
         made = settings(tmp_path / folder, total_training_steps=steps)
@@ -88,7 +108,9 @@ def test_a_run_that_was_left_goes_on(tiny, tmp_path):
         next(run)
     assert start(2).train().metrics[-1]["training/global_step"] == 2
     resumed = start(3).train()
-    assert [one["training/global_step"] for one in resumed.metrics] == [3]
+    assert [one["training/global_step"] for one in resumed.metrics] == [1, 2, 3]
+    again = start(3).train()  # the same script once more: nothing is left to do, and it shows the same
+    assert again.metrics == resumed.metrics
     start(3, "whole").train()
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
 

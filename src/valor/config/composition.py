@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import yaml
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -40,6 +41,7 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
     presets: dict[str, list[str]] = field(default_factory=dict)  # by preset, the keys that it decides
+    typed: set[str] = field(default_factory=set)  # keys of overrides, as they were spelled
 
 
 def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
@@ -56,15 +58,17 @@ def read_tree(root: type[BaseModel], line: SimpleNamespace) -> Reading:
         for override in overrides:
             if override not in algorithms:
                 _apply(root, config, override, reading)
+        reading.typed |= reading.set_keys
         written, defaults = flatten(OmegaConf.to_container(config)), flatten(default_tree(root))
-        for preset in reading.presets:
-            reading.presets[preset] = [key for key, value in PRESETS[preset][1].items() if written.get(key) == value]
         reading.set_keys |= {key for key, value in written.items() if value != defaults.get(key)}
         if missing := [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]:
             raise UserError("\n".join(missing))
         reading.set_keys = {key for key in reading.set_keys if exists(root, key)}
         for key, value in _plain_values(root, config)[1].items():
             _translate(root, config, key, value, reading)
+        written = flatten(OmegaConf.to_container(config))
+        for preset in reading.presets:
+            reading.presets[preset] = [key for key, value in PRESETS[preset][1].items() if written.get(key) == value]
         for override in algorithms:
             _apply_algorithm(root, config, str(override.value()), reading)
         reading.tree = _within_limits(root, nested(_plain_values(root, config)[0]), reading)
@@ -266,11 +270,15 @@ def _translate(root: type[BaseModel], config: DictConfig, key: str, value: Any, 
     elif spelling.answered:
         reading.mistakes.append(f"{key}={show(value)}: {spelling.reason}")
     elif target is not None:
-        present = OmegaConf.select(config, target)
-        if target in reading.set_keys and present != value:
+        present, said = OmegaConf.select(config, target), f"{key} is read as {target}"
+        if spelling.value is not None:
+            said, value = f"{key}={show(value)} is {target}={spelling.value}", yaml.safe_load(spelling.value)
+        if target in reading.typed and key not in reading.typed:
+            return  # a file's, and the override counts
+        if target in reading.set_keys and present != value and (target in reading.typed) == (key in reading.typed):
             both = f"{key}={show(value)} and {target}={show(present)} are the same setting"
             reading.mistakes.append(f"{both}: give one of them")
             return
         OmegaConf.update(config, target, value, force_add=True)
         reading.set_keys.add(target)
-        reading.notes.append(f"{key} is read as {target}{spelling.why}")
+        reading.notes.append(f"{said}{spelling.why}")

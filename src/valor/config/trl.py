@@ -7,7 +7,7 @@ num_generations -> {R}.n
 max_prompt_length -> data.max_prompt_length
 (max_length max_seq_length) -> data.max_length
 num_train_epochs -> trainer.total_epochs
-max_steps [-1] : the length is trainer.total_epochs
+max_steps [-1] -> trainer.total_training_steps=null : the length is trainer.total_epochs
 max_steps -> trainer.total_training_steps
 output_dir -> trainer.default_local_dir
 run_name -> trainer.experiment_name
@@ -15,6 +15,7 @@ save_steps -> trainer.save_freq
 save_total_limit -> trainer.max_ckpt_to_keep
 eval_steps -> trainer.test_freq
 seed -> trainer.seed
+data_seed -> data.seed
 (model model_name_or_path) -> {M}.path model.path
 train_dataset -> data.train_files
 eval_dataset -> data.val_files
@@ -32,15 +33,19 @@ lora_target_modules -> {M}.target_modules model.target_modules
 warmup_steps -> {A}.optim.lr_warmup_steps optim.lr_warmup_steps
 warmup_ratio -> {A}.optim.lr_warmup_steps_ratio optim.lr_warmup_steps_ratio
 max_grad_norm -> {A}.optim.clip_grad optim.clip_grad
+lr_scheduler_type [constant_with_warmup] -> {A}.optim.lr_scheduler_type=constant optim.lr_scheduler_type=constant
 (weight_decay lr_scheduler_type) -> {A}.optim. optim.
 scale_rewards [true, false] -> algorithm.norm_adv_by_std_in_grpo
-scale_rewards [group] : it is how algorithm=grpo divides
-beta [0] : no KL term is on unless it is asked for
-(use_vllm fp16 push_to_hub) [false] : it is off
+scale_rewards [group] -> algorithm.norm_adv_by_std_in_grpo=true
+scale_rewards [none] -> algorithm.norm_adv_by_std_in_grpo=false
+beta [0] -> {A}.use_kl_loss=false
+use_vllm [false] -> {R}.name=native
+(fp16 push_to_hub) [false] : it is off
 (log_completions logging_steps logging_strategy) : every step is logged, samples too
 (remove_unused_columns dataloader_num_workers disable_tqdm) : every column reaches the grader
 per_device_eval_batch_size : validation is shared out by tokens
-resume_from_checkpoint [true] : a run goes on from its newest checkpoint
+resume_from_checkpoint [true] -> trainer.resume_mode=auto
+resume_from_checkpoint [false] -> trainer.resume_mode=disable
 beta ? set actor_rollout_ref.actor.use_kl_loss=true and actor_rollout_ref.actor.kl_loss_coef
 kl_coef ? set algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.kl_coef
 vf_coef ? the critic has an optimizer: set critic.optim.lr

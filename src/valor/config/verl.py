@@ -20,10 +20,11 @@ _SECTIONS = {
     "M": "actor_rollout_ref.model",
     "RM": "reward.reward_model",
 }
-# `KEYS -> KEY [: reason]` is read as KEY, or as the first of several that the command has; `KEYS : reason` has no
-# effect; `KEYS ! reason` is refused; `KEYS ? answer` is a mistake whose line is the answer. The first row that fits
-# counts. `*` stands for any rest of a key, also in the target; a target that ends in a dot keeps the last name;
-# `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row is about these alone; indented lines continue a row.
+# `KEYS -> KEY [: reason]` is read as KEY, or as the first of several that the command has, `KEYS -> KEY=VALUE` as KEY
+# at that value; `KEYS : reason` has no effect; `KEYS ! reason` is refused; `KEYS ? answer` is a mistake whose line is
+# the answer. The first row that fits counts. `*` stands for any rest of a key, also in the target; a target that ends
+# in a dot keeps the last name; `a.(b c)` is `a.b a.c`; with `[values]` behind the keys a row is about these alone;
+# indented lines continue a row.
 _TABLE = """
 *.ppo_micro_batch_size -> *.ppo_micro_batch_size_per_gpu : it counts samples of one process here
 *.log_prob_micro_batch_size -> *.log_prob_micro_batch_size_per_gpu : it counts samples of one process here
@@ -249,8 +250,9 @@ ray_kwargs.timeline_json_file ! use `ray timeline`
 class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
-    With a `target` the key is read as that one; `refused` makes it an error (without `only`: for values that switch
-    something on), `answered` one whose line is the reason. Otherwise it has no effect.
+    With a `target` the key is read as that one, with a `value` (yaml) as that one at this value; `refused` makes it an
+    error (without `only`: for values that switch something on), `answered` one whose line is the reason. Otherwise it
+    has no effect.
     """
 
     pattern: str
@@ -259,6 +261,7 @@ class Spelling:
     refused: bool = False
     only: list[Any] | None = None
     answered: bool = False
+    value: str | None = None
 
     @property
     def why(self) -> str:
@@ -281,7 +284,8 @@ def _rows() -> Iterator[Spelling]:
         only = yaml.safe_load(f"[{values}") if values else None
         for pattern, key in product(re.sub(r"(\S*)\((.*?)\)", _spread, keys).split(), target.split() or [""]):
             key += pattern.rpartition(".")[2] if key.endswith(".") else ""
-            yield Spelling(pattern, reason, key or None, mark == "!", only, mark == "?")
+            key, _, value = key.partition("=")
+            yield Spelling(pattern, reason, key or None, mark == "!", only, mark == "?", value or None)
 
 
 def _spread(group: re.Match[str]) -> str:

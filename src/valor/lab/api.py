@@ -18,8 +18,9 @@ from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
 from valor.lab.given import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, of_trl, prompt_row
+from valor.report.run_data import read_steps
 from valor.rewards.functions import RewardFunctions
-from valor.tracking.rundir import disk_errors
+from valor.tracking.rundir import METRICS_FILE, disk_errors
 from valor.trainer.command import load_checked, tell_notes
 from valor.user_files import pickled
 
@@ -47,7 +48,8 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     line, with `.` or `__` between their parts, or the end of one key alone; `None` is null. TRL's names of arguments
     and settings are understood, or answered with those here.
 
-    `metrics`: of each step so far in this process; `metrics_before`: of the validation before the first.
+    `metrics`: of each step so far, those before a resume as metrics.jsonl has them; `metrics_before`: of the validation
+    before the first.
     """
 
     words: ClassVar[str]  # of the command
@@ -160,7 +162,16 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
                 run.resume_from = run.record.checkpoints.path(self._last_step)
             self._steps = run.steps()
             self.metrics_before = _numbers(self._next()) or self.metrics_before
+            self.metrics = self._metrics_to(run.step)
             run.stop.at_once = True
+
+    def _metrics_to(self, last: int) -> list[dict[str, Any]]:
+        """Of each step up to `last`: as this process measured them, else as metrics.jsonl has them."""
+        file, key = self.folder / METRICS_FILE, "training/global_step"
+        lines = read_steps(file) if file.is_file() else {}
+        known = {step: {key: step, **_numbers(line | {"step": None})} for step, line in lines.items()}
+        known |= {metrics[key]: metrics for metrics in self.metrics}
+        return [known[step] for step in sorted(known) if 0 < step <= last]
 
     def _next(self) -> dict[str, Any]:
         """The metrics of what the run yields next."""

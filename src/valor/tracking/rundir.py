@@ -40,25 +40,34 @@ _REMEDIES = {
     ),
     "look at the disk, and start the same command again": "EIO ESTALE",
 }
+_locked_here: set[Path] = set()  # folders; a process may take a record lock again that it has
 _REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
 @contextmanager
 def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock the folder, made if missing, inside the block. UserError: another process has locked it.
+    """Lock the folder, made if missing, inside the block. UserError: another run has locked it.
 
     The lock is a record lock of POSIX: it ends with the process, forked children do not inherit it, and network file
     systems carry it to other machines. Where a file system has no locks, a line says so. A folder that was made here
     and is still empty is removed.
     """
+    place = run_dir.resolve()
+    if place in _locked_here:
+        raise UserError(
+            f"'{run_dir}' is the folder of a run of this process that goes on: take its remaining steps or close() it, "
+            "or choose another folder with trainer.default_local_dir"
+        )
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
         handle = _acquire(path, say)
+        _locked_here.add(place)
         try:
             yield
         finally:
+            _locked_here.discard(place)
             path.unlink(missing_ok=True)
             os.close(handle)
     finally:

@@ -11,7 +11,7 @@ from valor.config.verl import SPELLINGS
 from valor.errors import UserError
 
 ROWS = [rule for rule in SPELLINGS if "." not in rule.pattern and re.search(rf"\b{rule.pattern}\b", TABLE)]
-READ = sorted({rule.pattern for rule in ROWS if rule.target})
+READ = sorted({rule.pattern for rule in ROWS if rule.target and rule.value is None})
 ANSWERED = sorted({rule.pattern for rule in ROWS if rule.answered})
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -20,7 +20,7 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 @pytest.mark.parametrize("word", READ)
 def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
     value = {"lr_scheduler_type": "linear", "output_dir": "o", "run_name": "o", "lora_target_modules": "o"}.get(word, 1)
-    targets = [rule.target for rule in ROWS if rule.pattern == word and rule.target]
+    targets = [rule.target for rule in ROWS if rule.pattern == word and rule.target and rule.value is None]
     assert any(
         exists(root, target) and not is_section(root, target) for root in (PPOConfig, SFTConfig) for target in targets
     )
@@ -51,6 +51,38 @@ def test_each_other_word_is_answered_with_keys_that_exist(word):
         if exists(root, key)
     }
     assert all(any(key.endswith(name) for key in ends) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--config-name=grpo_config", "beta=0.0"], "actor_rollout_ref.actor.use_kl_loss", False),
+        (["algorithm=dr_grpo", "scale_rewards=group"], "algorithm.norm_adv_by_std_in_grpo", True),
+        (["algorithm=grpo", "scale_rewards=none"], "algorithm.norm_adv_by_std_in_grpo", False),
+        (["resume_from_checkpoint=false"], "trainer.resume_mode", "disable"),
+        (["lr_scheduler_type=constant_with_warmup"], "actor_rollout_ref.actor.optim.lr_scheduler_type", "constant"),
+    ],
+)
+def test_a_word_at_one_value_sets_what_it_means_whatever_else_would(argv, key, value):
+    loaded = load(argv)
+    assert get_at(loaded.config, key) == value and key in loaded.explicit_keys
+    assert any(f"is {key}={str(value).lower()}" in note for note in loaded.notes)
+
+
+def test_a_word_that_was_typed_counts_over_a_file_and_a_key_that_was_typed_over_a_files_word(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nnum_generations: 4\nactor_rollout_ref: {actor: {grad_clip: 0.5}}\n"
+        "trainer: {total_training_steps: 9}\n"
+    )
+    mine = [f"--config-path={tmp_path}", "--config-name=mine"]
+    assert load(mine).config.actor_rollout_ref.rollout.n == 4
+    assert load([*mine, "actor_rollout_ref.rollout.n=3"]).config.actor_rollout_ref.rollout.n == 3
+    assert load([*mine, "max_steps=-1"]).config.trainer.total_training_steps is None
+    assert load(["--config-name=grpo_config", "num_generations=3"]).config.actor_rollout_ref.rollout.n == 3
+    with pytest.raises(UserError, match="are the same setting: give one of them"):
+        load(["num_generations=3", "actor_rollout_ref.rollout.n=4"])
+    with pytest.raises(UserError, match="are the same setting: give one of them"):
+        load(["beta=0", "actor_rollout_ref.actor.use_kl_loss=true"])
 
 
 @pytest.mark.parametrize("word", ["bf16=false", "bf16=true"])

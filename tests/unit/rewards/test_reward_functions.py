@@ -1,6 +1,6 @@
 """Functions of a Python session as graders: both forms, weights, None, and the way to another process."""
 
-import pickle
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Sample
-from valor.user_files import pickled
+from valor.user_files import pickled, unpickled
 
 CHAT = [{"role": "user", "content": "?"}]
 
@@ -122,21 +122,34 @@ def test_one_score_for_a_list_of_completions_is_told_apart():
         RewardFunctions([single])(data_source="own", solution_str="a", ground_truth=None, extra_info={})
 
 
-def test_the_same_code_in_two_sessions_is_the_same_file():
+def test_the_same_code_in_two_sessions_is_the_same_file(tmp_path):
     code = """
 import sys
 from valor.rewards.functions import RewardFunctions
 from valor.user_files import pickled
 made = compile("def reward(completions, **columns):\\n    return [help_with(c) for c in completions]\\n"
-               "def help_with(text):\\n    return len(text)", f"/tmp/ipykernel_{sys.argv[1]}/17.py", "exec")
+               "class Length:\\n    of = len\\n"
+               "WORDS = {'one', 'two', 'three', 'four', 'five', 'six', 'seven'}\\nALSO = WORDS\\n"
+               "def help_with(text):\\n    assert text in {'abc', 'def', 'ghi'} and WORDS is ALSO and 'six' in WORDS\\n"
+               "    return Length.of(text)", f"/tmp/ipykernel_{sys.argv[1]}/17.py", "exec")
 exec(made)  # as two notebooks compile their cells
 sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
 """
     first, second = (
-        subprocess.run([sys.executable, "-c", code, number], capture_output=True, check=True).stdout for number in "12"
+        subprocess.run(
+            [sys.executable, "-c", code, number],
+            capture_output=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": number},
+        ).stdout
+        for number in "12"
     )
     assert first == second
-    assert pickle.loads(first)(data_source="", solution_str="abc", ground_truth=None, extra_info={}) == 3
+    (tmp_path / "reward.pkl").write_bytes(first)
+    assert (
+        unpickled(str(tmp_path / "reward.pkl"))(data_source="", solution_str="abc", ground_truth=None, extra_info={})
+        == 3
+    )
 
 
 def test_a_file_may_hold_a_function_of_completions(tmp_path):
