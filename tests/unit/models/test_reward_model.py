@@ -156,7 +156,7 @@ def test_a_critic_that_does_not_say_the_score_is_no_reward_model(tmp_path, name)
     if name == "target":  # a step's progress is a difference, in which the group's mean falls away
         assert reward_model_kind(config_of(tmp_path / "critic", **progress)).reads_tokens
     else:
-        with pytest.raises(UserError, match="a critic of critic.prompt_template"):
+        with pytest.raises(UserError, match=r"a critic of critic\.prompt_template"):
             reward_model_kind(config_of(tmp_path / "critic", **progress))
 
 
