@@ -104,6 +104,10 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["algorithm.adv_estimator=remax", "algorithm.reward_source=critic", "critic.enable=true"],
             "compares with the graders' scores of greedy responses",
         ),
+        (
+            ["critic.kind=probe", "algorithm.gae_unit=bilevel", "algorithm.lam_turn=0.5"],
+            "critic.kind=probe learns outcomes",
+        ),
         ([*VTRACE, "critic.enable=false"], "algorithm.adv_estimator=vtrace needs a critic: "),
         ([*VTRACE, "algorithm.rollout_correction.bypass_mode=true"], "vtrace needs a pass of the actor"),
         ([*VTRACE, "algorithm.rollout_correction.rollout_is=sequence"], "use rollout_is=token or prefix"),
