@@ -271,6 +271,16 @@ def test_a_policy_is_not_published_as_a_critic(tiny, tmp_path, capsys):
     assert "no critic but a Qwen2ForCausalLM" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["target", "prompt_template"])
+def test_a_critic_whose_values_are_no_scores_is_not_published(tmp_path, capsys, name):
+    config = {"architectures": ["Qwen2ForTokenClassification"], f"value_{name}": "residual"}
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "config.json").write_text(json.dumps(config))
+    assert valor(["critic", "publish", str(tmp_path / "critic"), str(tmp_path / "out")]) == 2
+    assert f"is a critic of critic.{name}=residual" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_policy_is_published_with_its_card(tiny, without_valor, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "my-policy"
     shutil.copytree(tiny["model"], run / "huggingface" / "actor")

@@ -1,7 +1,7 @@
 """Critic-free estimators that compare the samples of one prompt.
 
 Every estimator gives one number per sample, spread over its policy tokens; returns equal advantages. s_i is the sum of
-the rewards of sample i, n the size of its group. Groups whose samples all agree have advantage exactly 0.
+the rewards of sample i, n the size of its group. Groups whose samples all agree have exactly 0, gdpo before whitening.
 singleton: groups of one have nothing to compare with: "zero", or "raw" for what verl does.
 """
 

@@ -80,9 +80,16 @@ def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "
     if scorecard is not None:
         for name in SCORECARD_FILES:
             shutil.copy(scorecard / name, out / name)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    for name in ("target", "prompt_template"):
+        if (learnt := config.get(f"value_{name}")) is not None:
+            shutil.rmtree(out)
+            raise UserError(
+                f"'{model}' is a critic of critic.{name}={learnt}, whose values are not the scores that a card "
+                "promises: publish a critic trained without, or use this one by its folder"
+            )
     run = model.parent if checkpoint else model.parent.parent
     training = dict(_training(run, role)) if (run / "config.yaml").is_file() else {}
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     (out / CARD_FILE).write_text(model_card(out.resolve().name, config, training, card, role), encoding="utf-8")
 
 

@@ -150,6 +150,12 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
             f"'{path}' is a {architecture}, which reads whole texts: reward.reward_model.gives={model.gives} needs a "
             "token classifier, such as a published critic"
         )
+    for name in ("prompt_template", *["target"] * (model.gives != "progress")):  # differences need no group's mean
+        if (learnt := getattr(config, f"value_{name}", None)) is not None:
+            raise UserError(
+                f"'{path}' is a critic of critic.{name}={learnt}, whose values are no scores of prompt and answer: "
+                "take a critic trained without"
+            )
     process = model.gives == "steps" and ValueHead.of(config) is None
     labels = 1 if by_token and not process else config.num_labels
     if model.label is None and labels != 1:

@@ -189,7 +189,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
         yield kind, "as a loss this estimator pulls nowhere (its gradient has mean 0): use low_var_kl, k2 or kl+"
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
-    of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}
+    of_estimators = offered_settings(algorithm).keys() | {"lam", "adv_whitening"}
+    named = {"lam": "lam_actor", "adv_whitening": "whitening"}
     if config.trains_policy:  # a critic alone learns discounted outcomes, whatever the estimator
         of_estimators |= {"gamma"}
     for key in keys:
@@ -199,7 +200,7 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
             if not matches(below_rollout, reads.get(shared.rollout.name, special)):
                 yield key, f"no effect with rollout.name={shared.rollout.name}"
         elif section == "algorithm" and name in of_estimators:
-            if not _takes(estimator, "lam_actor" if name == "lam" else name):
+            if not _takes(estimator, named.get(name, name)):
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"

@@ -145,6 +145,21 @@ def test_a_critic_gives_the_value_before_the_last_token(tmp_path, init):
     assert torch.allclose(found, expected.sigmoid() if init == "logit" else expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["target", "prompt_template"])
+def test_a_critic_that_does_not_say_the_score_is_no_reward_model(tmp_path, name):
+    critic = load_value_model(CriticModelConfig(path=str(make_backbone(tmp_path / "lm"))))
+    setattr(critic.hf.config, f"value_{name}", "residual")
+    export_hf(critic, tmp_path / "critic")
+    with pytest.raises(UserError, match=f"a critic of critic.{name}=residual"):
+        reward_model_kind(config_of(tmp_path / "critic"))
+    progress = {"gives": "progress", "weight": 1.0}
+    if name == "target":  # a step's progress is a difference, in which the group's mean falls away
+        assert reward_model_kind(config_of(tmp_path / "critic", **progress)).reads_tokens
+    else:
+        with pytest.raises(UserError, match=r"a critic of critic\.prompt_template"):
+            reward_model_kind(config_of(tmp_path / "critic", **progress))
+
+
 def test_a_new_head_is_drawn_from_the_seed(tmp_path):
     backbone = CriticModelConfig(path=str(make_backbone(tmp_path / "lm")))
     first, again, other = (load_sequence_classifier(backbone, new_head_seed=seed) for seed in (1, 1, 2))

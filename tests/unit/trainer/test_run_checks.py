@@ -100,6 +100,14 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
             "use gae_unit=token or bilevel",
         ),
+        (
+            ["algorithm.adv_estimator=remax", "algorithm.reward_source=critic", "critic.enable=true"],
+            "compares with the graders' scores of greedy responses",
+        ),
+        (
+            ["critic.kind=probe", "algorithm.gae_unit=bilevel", "algorithm.lam_turn=0.5"],
+            "critic.kind=probe learns outcomes",
+        ),
         ([*VTRACE, "critic.enable=false"], "algorithm.adv_estimator=vtrace needs a critic: "),
         ([*VTRACE, "algorithm.rollout_correction.bypass_mode=true"], "vtrace needs a pass of the actor"),
         ([*VTRACE, "algorithm.rollout_correction.rollout_is=sequence"], "use rollout_is=token or prefix"),
@@ -202,9 +210,10 @@ def test_settings_that_the_chosen_engine_does_not_read():
 def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert("algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1", "critic.cliprange_value=0.2") == {}
     argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
-    assert inert(*argv, "data.val_files=v") == {
-        "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
-    }
+    assert inert(*argv, "algorithm.adv_whitening=none", "data.val_files=v") == dict.fromkeys(
+        ("algorithm.lam", "algorithm.adv_whitening"), "no effect: adv_estimator=grpo does not read it"
+    )
+    assert inert("algorithm.adv_estimator=gdpo", "algorithm.adv_whitening=none") == {}
     assert inert(*VTRACE, "algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1") == {
         "algorithm.adaptive_lam_alpha": "no effect: adv_estimator=vtrace does not read it",
     }

@@ -110,6 +110,8 @@ def _estimator(config: PPOConfig) -> Iterator[str]:
             "responses of the same weights: set trainer_mode=sync": (
                 needs.needs_greedy_baseline and config.trainer.v1.runs_ahead
             ),
+            f"{name} compares with the graders' scores of greedy responses, and algorithm.reward_source=critic gives "
+            "values: use another estimator": needs.needs_greedy_baseline and algorithm.reward_source == "critic",
             f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
                 algorithm.truncation_bootstrap and "bootstrap_mask" not in options
             ),

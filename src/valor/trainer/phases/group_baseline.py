@@ -44,7 +44,9 @@ class GroupBaseline(Phase):
         low = critic.value_loss_kwargs.get("value_min", 0.0)
         discounts = algorithm.gamma < 1 or (algorithm.gae_unit != "token" and algorithm.gamma_turn < 1)
         name, residual = f"critic.target={critic.target}", critic.target == "residual"
-        lam_critic = algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic
+        by_turn = algorithm.adv_estimator == "gae" and algorithm.gae_unit != "token"
+        lambdas = [algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic]
+        lambdas += [algorithm.lam_turn] * by_turn
         yield from where_true(
             {
                 f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least 2, or "
@@ -57,9 +59,10 @@ class GroupBaseline(Phase):
                 f"{name} has targets below 0: set critic.value_loss_kwargs.value_min to the least, such as -1": (
                     residual and value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
                 ),
-                f"{name} moves values, and the critic learns from outcomes: set algorithm.lam_critic=1": (
-                    not residual and lam_critic != 1.0
-                ),
+                f"{name} moves values, and the critic learns from outcomes: set algorithm.lam_critic=1"
+                + " and algorithm.lam_turn=1" * by_turn: not residual and any(lam != 1.0 for lam in lambdas),
+                f"{name} moves values, and algorithm.adv_estimator=vtrace makes the critic's targets of them: use gae, "
+                "or critic.target=residual": not residual and algorithm.adv_estimator == "vtrace",
                 f"{name} and algorithm.truncation_bootstrap=true would teach the critic the moved values: set one of "
                 "them off": not residual and algorithm.truncation_bootstrap,
                 f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take "
