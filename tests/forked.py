@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -93,6 +94,7 @@ def run(code: str, arguments: list[str], log: str, cwd: str) -> int:
     for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
         os.dup2(file, stream)
     os.chdir(cwd)
+    faulthandler.enable()  # a process that a signal ends says where it was
     sys.argv = ["-c", *arguments]
     status: Any = 0
     try:

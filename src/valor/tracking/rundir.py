@@ -40,7 +40,7 @@ _REMEDIES = {
     ),
     "look at the disk, and start the same command again": "EIO ESTALE",
 }
-_locked_here: set[Path] = set()  # folders; a process may take a record lock again that it has
+_locked_here: set[str] = set()  # folders; a process may take a record lock again that it has
 _REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
@@ -52,7 +52,7 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     systems carry it to other machines. Where a file system has no locks, a line says so. A folder that was made here
     and is still empty is removed.
     """
-    place = run_dir.resolve()
+    place = os.path.realpath(run_dir)
     if place in _locked_here:
         raise UserError(
             f"'{run_dir}' is the folder of a run of this process that goes on: take its remaining steps or close() it, "

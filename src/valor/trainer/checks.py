@@ -163,8 +163,10 @@ def lacks_memory(config: Section) -> Iterator[str]:
         return
     processes, available = trainer.n_gpus_per_node or 1, psutil.virtual_memory().available
     machine = Machine("cpu", processes, available / processes)
-    expected = estimate(config, machine)
-    if not expected.fits(machine):
+    with suppress(UserError):  # a model that cannot be read: whoever loads it tells
+        expected = estimate(config, machine)
+        if expected.fits(machine):
+            return
         needed = processes * expected.peak(expected.worst) / GIB
         yield (
             f"the run may need {needed:.1f} GiB ({expected.worst}), and {available / GIB:.1f} are available: the "

@@ -86,7 +86,7 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
     if config.generator and judge.is_role and are_here(judge.model_path):
         yield partial(reward_model_kind, judge)
     if not isinstance(config, CriticRunConfig) and are_here(judge.model_path if judge.is_role else None):
-        yield partial(_check_inputs, _on_few_rows(config))
+        yield lambda: _check_inputs(_on_few_rows(config))
 
 
 def _check_inputs(config: PPOConfig) -> None:

@@ -57,6 +57,7 @@ def test_six_mistakes_of_six_stages_come_together(model, tmp_path, capsys):
         ("critic.model.path=/nowhere", "there is no model directory '/nowhere'"),
         ("data.max_response_length=2000", "= {} positions: set it lower"),
         ("data.val_files=/no/file.parquet", "/no/file.parquet: no such file"),
+        ("data.train_files=/no/file.parquet", "/no/file.parquet: no such file"),
         ("trainer.device=cuda", "0 GPUs found"),
         ("trainer.default_local_dir=/dev/null/run", "nothing can be written to '/dev/null'"),
         ("actor_rollout_ref.rollout.name=vllm", None),
