@@ -182,6 +182,6 @@ def _params(params: SamplingParams, changes: Mapping[str, Any], stop_texts: Call
         changes.pop("stop", None)
         known |= {"stop": stop_texts(*texts)} if texts else {}
     if wrong := [name for name, value in changes.items() if name not in _UNREAD and value != _NEUTRAL.get(name)]:
-        what = f"{wrong[0]}={changes[wrong[0]]!r}"
-        raise UserError(f"a loop calls generate with sampling_params: {what}, which is not supported: drop it")
+        setting = f"{wrong[0]}={changes[wrong[0]]!r}"
+        raise UserError(f"a loop calls generate with sampling_params: {setting}, which is not supported: drop it")
     return replace(params, **known)

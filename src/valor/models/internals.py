@@ -139,8 +139,8 @@ def save_as_floats(hf: Any) -> None:
     if not any(map(_dequantizes, used)):
         return
     plain = {tuple(one.target_patterns): one for one in get_model_conversion_mapping(hf, add_legacy=False)}
-    kept = [plain.get(tuple(one.target_patterns)) if _dequantizes(one) else one for one in used]
-    hf._weight_conversions = [one for one in kept if one is not None]
+    unquantized = [plain.get(tuple(one.target_patterns)) if _dequantizes(one) else one for one in used]
+    hf._weight_conversions = [conversion for conversion in unquantized if conversion is not None]
 
 
 def _dequantizes(conversion: Any) -> bool:

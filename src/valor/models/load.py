@@ -31,7 +31,7 @@ from valor.models.internals import checkpoint_layers, processor_without_video, s
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
-from valor.models.quantized import read_as_floats, whole_numbers
+from valor.models.quantized import read_as_floats, whole_numbers, widen
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)
@@ -337,6 +337,7 @@ def _from_pretrained(
     if broken := {name for name, p in hf.named_parameters() if not (p.is_meta or p.isfinite().all())}:
         raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
     save_as_floats(hf)
+    widen(hf, dtype)
     return hf, info
 
 

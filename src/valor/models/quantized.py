@@ -4,7 +4,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from valor.errors import UserError
@@ -27,6 +29,14 @@ def read_as_floats(config: Any, path: str) -> None:
             "from, in bfloat16"
         )
     config.quantization_config = {**settings, "dequantize": True}
+
+
+def widen(hf: nn.Module, dtype: torch.dtype) -> None:
+    """Weights of fewer bytes than `dtype` become of `dtype`: transformers 5.17 reads MXFP4 as bfloat16, whatever it is
+    asked for."""
+    for weight in hf.parameters():
+        if weight.is_floating_point() and weight.element_size() < dtype.itemsize:
+            weight.data = weight.data.to(dtype)
 
 
 def whole_numbers(folder: str) -> set[str]:

@@ -52,8 +52,8 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     systems carry it to other machines. Where a file system has no locks, a line says so. A folder that was made here
     and is still empty is removed.
     """
-    place = os.path.realpath(run_dir)
-    if place in _locked_here:
+    resolved = os.path.realpath(run_dir)
+    if resolved in _locked_here:
         raise UserError(
             f"'{run_dir}' is the folder of a run of this process that goes on: take its remaining steps or close() it, "
             "or choose another folder with trainer.default_local_dir"
@@ -63,11 +63,11 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     try:
         handle = _acquire(path, say)
-        _locked_here.add(place)
+        _locked_here.add(resolved)
         try:
             yield
         finally:
-            _locked_here.discard(place)
+            _locked_here.discard(resolved)
             path.unlink(missing_ok=True)
             os.close(handle)
     finally:

@@ -21,6 +21,7 @@ from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import offered_settings
 from valor.trainer.memory_plan import GIB, Machine, estimate, gpu_bytes, token_budgets
+from valor.trainer.missing import are_here
 from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import STANDARD, phases_of
 from valor.trainer.phases.update_critic import value_loss_mistakes
@@ -155,11 +156,15 @@ def lost_in_rounding(config: Section) -> Iterator[str]:
 
 def lacks_memory(config: Section) -> Iterator[str]:
     """A line where a run on this machine's CPUs may need more memory than is available."""
-    if not isinstance(config, PPOConfig) or not config.trains_policy or torch.cuda.is_available():
+    if not isinstance(config, PPOConfig) or not config.trains_policy:
         return
-    trainer = config.trainer
+    trainer, critic = config.trainer, config.critic
+    on_gpus = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
+    models = [config.actor_rollout_ref.model.path, critic.model.path if config.has_value_model else None]
+    if on_gpus or not are_here(*models):  # others are downloaded first
+        return
     elsewhere = trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address")
-    if elsewhere or "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
+    if elsewhere or "megatron" in (config.actor_rollout_ref.actor.strategy, critic.strategy):
         return
     processes, available = trainer.n_gpus_per_node or 1, psutil.virtual_memory().available
     machine = Machine("cpu", processes, available / processes)
@@ -191,17 +196,17 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
         yield kind, "as a loss this estimator pulls nowhere (its gradient has mean 0): use low_var_kl, k2 or kl+"
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
-    of_estimators = offered_settings(algorithm).keys() | {"lam", "adv_whitening"}
+    estimator_keys = offered_settings(algorithm).keys() | {"lam", "adv_whitening"}
     named = {"lam": "lam_actor", "adv_whitening": "whitening"}
     if config.trains_policy:  # a critic alone learns discounted outcomes, whatever the estimator
-        of_estimators |= {"gamma"}
+        estimator_keys |= {"gamma"}
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
         if below_rollout != key and matches(below_rollout, special):
             if not matches(below_rollout, reads.get(shared.rollout.name, special)):
                 yield key, f"no effect with rollout.name={shared.rollout.name}"
-        elif section == "algorithm" and name in of_estimators:
+        elif section == "algorithm" and name in estimator_keys:
             if not _takes(estimator, named.get(name, name)):
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):

@@ -262,6 +262,8 @@ def test_a_rate_too_small_for_bfloat16_weights_is_told(argv, roles):
         (1.1, ["trainer.n_gpus_per_node=2"], True),  # what two processes share
         (2.2, ["trainer.n_gpus_per_node=2"], False),
         (1.1, [], False),
+        (0.5, ["trainer.device=cuda"], False),
+        (0.5, ["actor_rollout_ref.model.path=of/the-hub"], False),  # which a look at would download
     ],
 )
 def test_a_run_that_needs_more_memory_than_is_available_is_told(gib, more, told, tmp_path, monkeypatch):
