@@ -26,8 +26,10 @@ LOST = 0.3  # a share below which a run has forgotten how to walk, or learnt not
 
 POLICY_LR = "actor_rollout_ref.actor.optim.lr"
 WITHOUT_CRITIC = [{POLICY_LR: lr} for lr in (3e-4, 5e-4, 1e-3, 2e-3)]
-WITH_CRITIC = [{POLICY_LR: lr, "algorithm.lam": lam} for lr in (5e-4, 1e-3) for lam in (0.5, 0.9)]
-OWN_RETURNS = [{**setting, "algorithm.lam_critic": 1.0} for setting in WITH_CRITIC]
+CLOSED_FORM = [{POLICY_LR: lr, "algorithm.lam": lam} for lr in (5e-4, 1e-3) for lam in (0.7, 0.9)]
+OWN_RETURNS = [
+    {POLICY_LR: lr, "algorithm.lam": lam, "algorithm.lam_critic": 1.0} for lr in (5e-4, 1e-3) for lam in (0.5, 0.9)
+]
 EXACT = Path(__file__).parents[1] / "examples" / "phases" / "exact_values.py"
 ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     CONTROL: ({"algorithm.adv_estimator": "grpo"}, WITHOUT_CRITIC),
@@ -35,8 +37,8 @@ ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "PPO": ({}, OWN_RETURNS),
     "PPO, residual": ({"critic.target": "residual"}, OWN_RETURNS),
     "PPO, anchored": ({"critic.target": "anchored"}, OWN_RETURNS),
-    "closed form": ({"critic.kind": "probe"}, WITH_CRITIC),
-    "closed form, residual": ({"critic.kind": "probe", "critic.target": "residual"}, WITH_CRITIC),
+    "closed form": ({"critic.kind": "probe"}, CLOSED_FORM),
+    "closed form, residual": ({"critic.kind": "probe", "critic.target": "residual"}, CLOSED_FORM),
     "exact values": (
         {"critic.kind": "probe", "algorithm.phases_path": str(EXACT)},
         [{POLICY_LR: lr, "algorithm.lam": lam} for lr in (5e-4, 1e-3) for lam in (0.0, 0.5)],

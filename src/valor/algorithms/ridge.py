@@ -11,6 +11,7 @@ from torch import Tensor
 RIDGES: tuple[float, ...] = tuple(10.0**k for k in range(-6, 3))
 _CONSTANT = 1e-10  # share of a feature's mean square below which its variance is rounding
 _MEMORY_OF_ERRORS = 0.8  # weight of the errors of earlier steps in the choice of the ridge
+_SPREAD = 2.0  # standard deviations of fitted values that a prediction may be away from their mean
 _FIRST = len(RIDGES) - 1  # the choice before any prediction has been judged: the most careful one
 
 
@@ -24,17 +25,21 @@ def moments(features: Tensor, targets: Tensor) -> Tensor:
     return z.T @ z
 
 
+def mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """[D + 1], [D + 1, D + 1] of [x, y], from `moments`."""
+    mean = sums[0, 1:] / sums[0, 0]
+    return mean, sums[1:, 1:] / sums[0, 0] - torch.outer(mean, mean)
+
+
 def ridge_regression(sums: Tensor, ridges: Sequence[float] = RIDGES) -> Tensor:
     """[R, D + 1] intercept and weights for each ridge r, float64, from `moments` of n samples.
 
     They minimise 1/n Σ (y − a − w·x)² + r Σ_d (s_d w_d)², with s_d the standard deviation of feature d: the same ridge
     is right whatever the features' units. Features that do not vary have weight 0.
     """
-    n = sums[0, 0]
-    mean, square = sums[0, 1:] / n, sums[1:, 1:] / n
-    covariance = square - torch.outer(mean, mean)
+    mean, covariance = mean_and_covariance(sums)
     variance, target = covariance.diagonal()[:-1], covariance[:-1, -1]
-    varies = variance > _CONSTANT * square.diagonal()[:-1]
+    varies = variance > _CONSTANT * (variance + mean[:-1].square())
     scale = torch.where(varies, variance, 1.0).rsqrt() * varies
     correlation, eye = scale[:, None] * covariance[:-1, :-1] * scale, torch.eye(len(scale)).to(sums)
     rows = []
@@ -69,8 +74,10 @@ class OnlineRidge:
     """Predicts targets of a step from those of the steps before.
 
     `forgetting` weighs all that was seen before a step, in the next one. Fits for all `RIDGES` predict; the one counts
-    that has erred least so far, recent steps more. Predictions are kept within the range of the targets seen; they are
-    0 before there are any. `state`: sums, weights, errors, low, high, as tensors; empty before the first step.
+    that has erred least so far, recent steps more. Predictions are kept within the range of the targets seen, and within
+    `_SPREAD` standard deviations of the fitted values from their mean: noise of the targets is no reason to believe in
+    an extrapolation. They are 0 before there are any. `state`: sums, weights, errors, low, high, as tensors; empty
+    before the first step.
     """
 
     def __init__(self, forgetting: float) -> None:
@@ -113,6 +120,8 @@ class OnlineRidge:
     def _predict(self, features: Tensor, which: slice) -> Tensor:
         if not self.state:
             return features.new_zeros(*features.shape[:-1], len(RIDGES[which]), dtype=torch.float64)
-        weights = self.state["weights"][which]
-        predictions = weights[:, 0] + features.double() @ weights[:, 1:].T
-        return predictions.clamp(self.state["low"], self.state["high"])
+        weights, (mean, covariance) = self.state["weights"][which], mean_and_covariance(self.state["sums"])
+        slopes = weights[:, 1:]
+        reach = _SPREAD * ((slopes @ covariance[:-1, :-1]) * slopes).sum(1).clamp(min=0.0).sqrt()
+        low, high = (mean[-1] - reach).clamp(min=self.state["low"]), (mean[-1] + reach).clamp(max=self.state["high"])
+        return (weights[:, 0] + features.double() @ slopes.T).maximum(low).minimum(high)

@@ -53,7 +53,7 @@ def test_features_that_do_not_vary_have_no_weight() -> None:
 @given(st.integers(0, 10_000), st.sampled_from([1.0, 0.9, 0.5]))
 def test_each_step_is_predicted_from_the_steps_before(seed, forgetting) -> None:
     """Against a second computation that keeps every sample: weights forgetting^age, the ridge of least remembered
-    error, predictions within the range of what was seen."""
+    error, predictions within the range of what was seen and two standard deviations of what was fitted."""
     fit, seen, errors = OnlineRidge(forgetting), list[tuple[np.ndarray, np.ndarray]](), np.zeros(len(RIDGES))
     for step in range(5):
         x, y = samples(seed, 60, 4)
@@ -64,8 +64,11 @@ def test_each_step_is_predicted_from_the_steps_before(seed, forgetting) -> None:
         else:
             old_x, old_y = (np.concatenate(column) for column in zip(*seen, strict=True))
             weights = np.repeat(forgetting ** np.arange(len(seen))[::-1], 12)
-            by_ridge = np.stack([w[0] + x @ w[1:] for w in (stacked(old_x, old_y, weights, r) for r in RIDGES)], 1)
-            by_ridge = by_ridge.clip(old_y.min(), old_y.max())
+            fits = [stacked(old_x, old_y, weights, ridge) for ridge in RIDGES]
+            by_ridge = np.stack([w[0] + x @ w[1:] for w in fits], 1).clip(old_y.min(), old_y.max())
+            mean, fitted = np.average(old_y, weights=weights), np.stack([w[0] + old_x @ w[1:] for w in fits], 1)
+            reach = 2 * np.sqrt(np.average((fitted - mean) ** 2, weights=weights, axis=0))
+            by_ridge = by_ridge.clip(mean - reach, mean + reach)
             best = int(errors.argmin()) if step > 1 else len(RIDGES) - 1
             assert fit.chosen == best
             np.testing.assert_allclose(found, by_ridge[:, best], rtol=1e-5, atol=1e-5 * np.abs(old_y).max())
@@ -73,6 +76,17 @@ def test_each_step_is_predicted_from_the_steps_before(seed, forgetting) -> None:
         metrics = fit.learn(fit.evidence(torch.tensor(x), torch.tensor(y)))
         assert metrics["vf_loss"] == pytest.approx(0.5 * ((found - y) ** 2).mean())
         seen.append((x, y))
+
+
+def test_noise_of_targets_is_no_reason_to_believe_in_an_extrapolation() -> None:
+    """Targets from -3 to 3 of which the features explain a tenth of a unit: a state far away is not worth 3."""
+    draw = np.random.default_rng(0)
+    x, noise = draw.normal(size=(2000, 1)), draw.normal(size=2000).clip(-3, 3)
+    fit = OnlineRidge(0.9)
+    for _ in range(2):  # the second evidence judges the ridges
+        fit.learn(fit.evidence(torch.tensor(x), torch.tensor(0.1 * x[:, 0] + noise)))
+    far = fit.predict(torch.tensor([[100.0], [-100.0]]))
+    assert 0.15 < far[0] < 0.35 and -0.35 < far[1] < -0.15, far
 
 
 def test_a_prediction_does_not_know_its_own_outcome() -> None:
