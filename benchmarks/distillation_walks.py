@@ -3,10 +3,11 @@
     python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
 
 All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
-trained on half of the rooms and teaches that half. Both compare whole distributions (reverse KL). Policies are scored
-exactly, by all walks from all rooms, after every second step. Tokens are the sampled ones up to the first such score
-that reaches the teacher's, less a hundredth of what can be won. Seed 100 chooses each arm's samples a step; the seeds
-from 0 on are scored. One update a step (GRPO: eight samples to a prompt), no warm-up, one learning rate.
+trained on half of the rooms and teaches that half. Students compare whole distributions: reverse KL, and Jensen-Shannon
+where they are updated twice. Policies are scored exactly, by all walks from all rooms, after every second step. Tokens
+are the sampled ones up to the first such score that reaches the teacher's, less a hundredth of what can be won. Seed
+100 chooses each arm's samples a step and whether they serve one update or two; the seeds from 0 on are scored. No
+warm-up, one learning rate; GRPO has eight samples to a prompt.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ WITHIN = 0.01  # of the teacher's share of what can be won
 TUNING_SEED = 100
 CHECKED = 2  # steps between exact scores
 TEACHERS_STEPS = 60
-SIZES = {"grpo": {256: 80, 128: 120, 64: 160, 32: 320}}  # samples a step: steps at most
-SIZES |= {"teacher": {4: 240, 2: 320}, "two": {4: 240}}
+Size = tuple[int, int]  # samples a step, updates on them
+SIZES: dict[str, dict[Size, int]] = {  # steps at most
+    "grpo": {(256, 1): 80, (128, 1): 120, (64, 1): 160, (64, 2): 120, (32, 1): 320, (32, 2): 240},
+    "teacher": {(4, 1): 240, (2, 1): 320, (2, 2): 320},
+    "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 320},
+}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 TEACH = {
     "algorithm.adv_estimator": "grpo",
     "distillation.enabled": True,
     "distillation.distillation_loss.use_task_rewards": False,
     "actor_rollout_ref.rollout.n": 1,
-    "distillation.distillation_loss.loss_mode": "reverse_kl",
 }
+LOSS = {1: "reverse_kl", 2: "jsd"}  # by updates
 
 
 @dataclass(frozen=True)
@@ -75,48 +80,52 @@ class Study:
             teachers[half] = trained(out / half, taught, files.walk) / "actor"
         return cls(out, files.walk, settings, teachers)
 
-    def own(self, arm: str, samples: int) -> dict[str, Any]:
+    def own(self, arm: str, size: Size) -> dict[str, Any]:
         """The settings of an arm."""
-        steps = {"trainer.total_training_steps": SIZES[arm][samples], "trainer.save_freq": CHECKED}
+        samples, updates = size
         prompts = samples // 8 if arm == "grpo" else samples
-        size = {"data.train_batch_size": prompts, "actor_rollout_ref.actor.ppo_mini_batch_size": prompts}
+        own = {
+            "trainer.total_training_steps": SIZES[arm][size],
+            "trainer.save_freq": CHECKED,
+            "data.train_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_epochs": updates,
+        }
         if arm == "grpo":
-            return {**GRPO, **steps, **size}
+            return {**GRPO, **own}
         names = ("low", "high") if arm == "two" else ("one",)
         paths = {f"distillation.teacher_models.{name}.model_path": str(self.teachers[name]) for name in names}
         if arm == "two":
             paths |= {f"distillation.teacher_models.{name}.key": name for name in names}
             paths["distillation.teacher_key"] = "half"
-        return {**TEACH, **steps, **size, **paths}
+        return {**TEACH, "distillation.distillation_loss.loss_mode": LOSS[updates], **own, **paths}
 
-    def run(self, arm: str, samples: int, seed: int, parallel: int) -> None:
-        run_arms(
-            self.out / "runs", self.settings, {f"{arm}-{samples}": self.own(arm, samples)}, [seed], parallel, self.walk
-        )
+    def run(self, arm: str, size: Size, seed: int, parallel: int) -> None:
+        run_arms(self.out / "runs", self.settings, {label(arm, size): self.own(arm, size)}, [seed], parallel, self.walk)
 
     def shares(self, run: Path) -> dict[int, float]:
         """By step: the exact score, between doors at random, 0, and the best walks, 1."""
         chance, best = chance_and_best(self.walk)
         return {step: (found["score"] - chance) / (best - chance) for step, found in sorted(scores(run).items())}
 
-    def tokens_to_goal(self, arm: str, samples: int, seed: int) -> tuple[float, float]:
+    def tokens_to_goal(self, arm: str, size: Size, seed: int) -> tuple[float, float]:
         """Sampled tokens up to the goal (infinite: never), and the last share."""
         goal = max(self.shares(self.out / "one").values()) - WITHIN
-        run = self.out / "runs" / f"{arm}-{samples}" / f"seed_{seed}"
+        run = self.out / "runs" / label(arm, size) / f"seed_{seed}"
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         lengths = [row["response_length/mean"] for row in rows if "response_length/mean" in row]
         shares = self.shares(run)
         reached = min((step for step, share in shares.items() if share >= goal), default=None)
-        return math.inf if reached is None else samples * sum(lengths[:reached]), [*shares.values()][-1]
+        return math.inf if reached is None else size[0] * sum(lengths[:reached]), [*shares.values()][-1]
 
-    def best(self, arm: str) -> int:
-        """The samples a step that needed the fewest tokens with the tuning seed; where none arrived, the nearest."""
-        reached = {samples: self.tokens_to_goal(arm, samples, TUNING_SEED) for samples in SIZES[arm]}
-        return min(reached, key=lambda samples: (reached[samples][0], -reached[samples][1]))
+    def best(self, arm: str) -> Size:
+        """The size that needed the fewest tokens with the tuning seed; where none arrived, the nearest."""
+        reached = {size: self.tokens_to_goal(arm, size, TUNING_SEED) for size in SIZES[arm]}
+        return min(reached, key=lambda size: (reached[size][0], -reached[size][1]))
 
     def table(self, seeds: range) -> str:
         lines = [
-            "| arm | samples a step | share at the end | seeds that arrive | tokens, median "
+            "| arm | samples a step x updates | share at the end | seeds that arrive | tokens, median "
             "| GRPO's / this, median (95 %) |",
             "|---|---|---|---|---|---|",
         ]
@@ -126,10 +135,14 @@ class Study:
             ratios = [0.0 if math.isinf(b) else a / b for a, b in zip(of_grpo, reached, strict=True)]
             arrived = sum(map(math.isfinite, reached))
             lines.append(
-                f"| {arm} | {self.best(arm)} | {shown(last)} | {arrived} of {len(seeds)} "
+                f"| {arm} | {self.best(arm)[0]} x {self.best(arm)[1]} | {shown(last)} | {arrived} of {len(seeds)} "
                 f"| {statistics.median(reached):,.0f} | {median(ratios)} |"
             )
         return "\n".join(lines)
+
+
+def label(arm: str, size: Size) -> str:
+    return f"{arm}-{size[0]}x{size[1]}"
 
 
 def main() -> None:
@@ -143,9 +156,9 @@ def main() -> None:
     of_teachers = {name: max(study.shares(arguments.out / name).values()) for name in study.teachers}
     print("shares of the teachers:", of_teachers, flush=True)
     for arm in SIZES:
-        for samples in SIZES[arm]:
-            study.run(arm, samples, TUNING_SEED, arguments.parallel)
-            print(arm, samples, *study.tokens_to_goal(arm, samples, TUNING_SEED), flush=True)
+        for size in SIZES[arm]:
+            study.run(arm, size, TUNING_SEED, arguments.parallel)
+            print(arm, size, *study.tokens_to_goal(arm, size, TUNING_SEED), flush=True)
     for seed in seeds:
         for arm in SIZES:
             study.run(arm, study.best(arm), seed, arguments.parallel)
