@@ -130,6 +130,7 @@ class Run(ABC):
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
+                        stopping = stop.signum is not None  # while it saved: there is nothing to finish
                 yield metrics
             stop.at_once = False
             self.after_steps()
@@ -204,11 +205,11 @@ class Run(ABC):
 
     def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a complete checkpoint. `state`: of the driver; default: its present one."""
-        timer, self._unsaved = Timer(), None
+        timer, self._unsaved, self.stop.saving = Timer(), None, True
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
             folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)
-        self._save_is_due = False
+        self._save_is_due = self.stop.saving = False
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def resume(self, checkpoint: Checkpoint) -> None:
