@@ -54,7 +54,7 @@ class Run(ABC):
         self.skips = SkippedUpdates(config.trainer.max_skipped_updates, record.say)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
-        self._save_is_due = False
+        self._save_is_due = self._is_measured_anew = False
         self._began = False  # whether there was a first step
         self._unsaved: dict[str, Any] | None = None  # the driver's state after the last complete step
 
@@ -219,7 +219,7 @@ class Run(ABC):
                 raise UserError(f"'{checkpoint.folder}' holds no {role}: resume from one of a run that trained it")
             self.roles[role].load(checkpoint.folder / role)
         self.load_state_dict(checkpoint.state)
-        self.record.best = checkpoint.state["best"]
+        self.record.best = None if self._is_measured_anew else checkpoint.state["best"]
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
         if self.finished:
             partly = (
@@ -254,6 +254,7 @@ class Run(ABC):
                 "that back, go on in spite of it with trainer.resume_changed=allow, or start afresh with "
                 "trainer.resume_mode=disable"
             )
+        self._is_measured_anew = any(change.of_validation for change in differences)
         for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
 
