@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from types import FrameType
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -84,7 +85,7 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()  # else a reader that has gone is noticed at the interpreter's end
         return code
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop(sys.stdout)
         return 128 + signal.SIGPIPE
     except UserError as error:
         return _ended(2, str(error), error)
@@ -106,5 +107,13 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def _ended(code: int, line: str, error: BaseException) -> int:
-    print("; ".join([line, *getattr(error, "__notes__", ())]), file=sys.stderr)
+    try:
+        print("; ".join([line, *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        drop(sys.stderr)
     return code
+
+
+def drop(stream: TextIO) -> None:
+    """From here on nothing of what goes to `stream` is written anywhere: its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -200,6 +200,7 @@ MISTAKES = {
         "distillation.teacher_models.other.model_path={teacher}",
         "distillation.teacher_models.other.key=b",
     ),
+    "no teacher has that key (they have a): set": ("distillation.teacher_models.teacher_model.key=a",),
     "has {hint} in it, and a row has no such column": (
         "distillation.teacher_models.teacher_model.prompt_template='{prompt} {hint}'",
     ),

@@ -103,4 +103,6 @@ def test_its_export_is_taken_with_its_template_alone(overrides, tmp_path, capsys
     start = f"critic.model.path={tmp_path / 'told' / 'huggingface' / 'critic'}"
     assert main(overrides(tmp_path / "other", start, "trainer.total_training_steps=1")) == 2
     captured = capsys.readouterr()
-    assert "was trained with critic.prompt_template={prompt}({ground_truth})" in captured.out + captured.err
+    line = captured.out + captured.err
+    assert "was trained with critic.prompt_template={prompt}({ground_truth}), and this command has none: take" in line
+    assert line.rstrip().endswith("or set critic.prompt_template to that in valor ppo")

@@ -185,9 +185,10 @@ class Collector:
 
 
 def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
-    """`reward_info`: what the grader of a row's episode said beside the score."""
+    """`reward_info`: what the grader of a row's episode said beside the score; nothing if it could not decide."""
     pairs = zip(results, Episodes(batch).rows, strict=True)
-    batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]
+    infos = ((result.components if result.error is None else {}, rows) for result, rows in pairs)
+    batch.objects["reward_info"] = [info for info, rows in infos for _ in rows]
 
 
 def _failing_tool(batch: Batch, limit: float) -> str | None:

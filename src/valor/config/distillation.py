@@ -79,7 +79,7 @@ class TeacherConfig(Section):
     override_config: dict[str, Any] = key({})
     """Attributes of its Hugging Face config to replace."""
     key: str | None = None
-    """With several teachers: the rows that are this one's, by their value of teacher_key."""
+    """The rows that are this teacher's, by their value of teacher_key; null, for one alone: all rows."""
     update_rate: Share | None = None
     """Its weights move this share of the way to the policy's in each step (moving average); null: they stay."""
 
@@ -125,6 +125,11 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
         for value, count in Counter(teacher.key for teacher in teachers.values()).items():
             if count > 1 and value is not None:
                 yield f"{at}teacher_models: {count} teachers have the key '{value}': give each rows of its own"
+
+    @property
+    def routes(self) -> bool:
+        """Whether the rows are shared out by their values of `teacher_key`."""
+        return any(teacher.key is not None for teacher in self.teacher_models.values())
 
     @property
     def models(self) -> dict[str, TeacherConfig]:

@@ -58,9 +58,9 @@ class SweepConfig(Section):
     config_path: PathStr | None = None
     """Its --config-path."""
     base: Overrides = Field(default_factory=dict)
-    """Settings of every run."""
+    """Settings of every run. In their values, as in those of arms, <seed> and <run:ARM> are filled in."""
     arms: dict[str, Overrides | None] = Field(default_factory=dict)
-    """Arms by name, each with its own settings; <seed> and <run:ARM> in them are filled in."""
+    """Arms by name, each with its own settings."""
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     """Keys with lists of values: every combination of them, for each arm."""
     seeds: list[NonNegativeInt] = Field(default=[0, 1, 2], min_length=1)
@@ -135,7 +135,7 @@ def expand(sweep: SweepConfig) -> dict[str, list[str]]:
     mistakes += _reserved("base", texts(sweep.base), RESERVED)
     for name, overrides in arms.items():
         mistakes += _reserved(f"arm {name}", overrides, (*RESERVED, "data.seed"))
-    if mistakes := [*mistakes, *_wrong_references(arms)]:
+    if mistakes := [*mistakes, *_wrong_references({name: _all(sweep, arms[name]) for name in arms})]:
         raise UserError("\n".join(mistakes))
     return arms
 
@@ -220,8 +220,9 @@ def plan_sweep(config: SweepConfig) -> Sweep:
 
     def run(seed: int, name: str, overrides: list[str]) -> Run:
         command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, name, overrides, seed))
-        folder, after = Path(config.out, name, f"seed_{seed}"), {f"{arm} seed {seed}" for arm in _needed(overrides)}
-        return Run(f"{name} seed {seed}", command, folder, frozenset(after), name, seed, settings[name])
+        folder, needed = Path(config.out, name, f"seed_{seed}"), _needed(_all(config, overrides))
+        after = frozenset(f"{arm} seed {seed}" for arm in needed)
+        return Run(f"{name} seed {seed}", command, folder, after, name, seed, settings[name])
 
     runs = [run(seed, *arm) for seed in config.seeds for arm in arms.items()]
     return Sweep(config, tuple(arms), tuple(runs), _differing(config.entry, list(settings.values())))
@@ -238,8 +239,7 @@ def _arguments(config: SweepConfig, arm: str, overrides: list[str], seed: int) -
     names["trainer.default_local_dir"] = f"{config.out}/{arm}/seed_{seed}"
     return [
         *(word for option, value in options.items() if value for word in (option, value)),
-        *texts(config.base),
-        *map(fill, overrides),
+        *map(fill, _all(config, overrides)),
         f"trainer.seed={seed}",
         *written(COMMANDS[config.entry], names),
         "trainer.resume_mode=auto",
@@ -252,6 +252,11 @@ def _settings(config: SweepConfig, arm: str, overrides: list[str]) -> dict[str, 
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}
+
+
+def _all(config: SweepConfig, overrides: Sequence[str]) -> list[str]:
+    """The settings of an arm with the base's."""
+    return [*texts(config.base), *overrides]
 
 
 def _needed(overrides: Sequence[str]) -> set[str]:

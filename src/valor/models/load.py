@@ -115,7 +115,7 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
         if _has_head(described) and learnt != settings[name]:
             raise UserError(
                 f"the critic '{model.path}' was trained with critic.{name}={learnt}, and this command has "
-                f"{settings[name]}: set critic.{name} to that, or take another critic"
+                f"{settings[name] or 'none'}: take another critic, or set critic.{name} to that in valor ppo"
             )
     apart = critic.shuffle or new_adapters
     if critic.ensemble_size > 1 and not apart and _has_head(described):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
-from valor.rewards.functions import TRANSCRIPT, RewardFunctions, fields_for
+from valor.rewards.functions import TRANSCRIPT, RewardFunctions, fields_for, takes_lists
 from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
@@ -28,7 +28,7 @@ class CustomFunction:
     def arguments(self, function: Callable[..., Any]) -> dict[str, str]:
         """The fields of a Sample that the function gets, and the names of its arguments for them."""
         plural = "s" * self.whole_batch
-        names = {field: field + plural for field in fields_for(function, plural)}
+        names = {field: field + plural for field in fields_for(function)}
         return {field: name for field, name in names.items() if field != TRANSCRIPT or name not in self.kwargs}
 
     def load(self) -> Callable[..., Any]:
@@ -41,6 +41,11 @@ class CustomFunction:
         else:
             key = "reward.custom_reward_function (path, name)"
             function = self._of_columns(load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", key))
+        if takes_lists(function) and not self.whole_batch:
+            raise UserError(
+                f"{self.path}: the function takes lists (solution_strs) of a step's samples: set "
+                "reward.reward_manager.name=batch"
+            )
         names = self.arguments(function).values()
         arguments = dict.fromkeys(names) | dict(self.kwargs)
         try:
@@ -60,7 +65,7 @@ class CustomFunction:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):
             return function
-        if "completions" not in parameters or "solution_strs" in parameters:
+        if "completions" not in parameters or takes_lists(function):
             return function
         if self.kwargs or "prompts" in parameters:
             lacking = "reward_kwargs are" if self.kwargs else "prompts are"

@@ -1,12 +1,13 @@
 """Functions of a Python session as the grader of a run: in verl's form or in TRL's, several of them with weights."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from valor.errors import UserError
+from valor.rewards.steps import Step, as_steps, scaled
 
-FORMS = "(data_source, solution_str, ground_truth, extra_info) or (completions, **columns)"
+FORMS = "(data_source, solution_str, ground_truth, extra_info), lists of these, or (completions, **columns)"
 PROMPT = "prompt"
 """The entry of `extra_info` that has a row's prompt as it was given, for functions in TRL's form."""
 
@@ -20,8 +21,8 @@ class RewardFunctions:
 
     A function in verl's form gets one sample. One in TRL's form gets lists: `completions` (texts, or messages where the
     prompt was messages), `prompts`, and the rows' other columns; it returns a list, in which None leaves the sample to
-    the other functions. The lists have one sample, and a whole batch under `reward.reward_manager.name=batch`. The
-    score of each of several functions is a component under its name.
+    the other functions. The lists have one sample, and a whole batch under `reward.reward_manager.name=batch`, which
+    one in verl's form for batches needs. The score of each of several functions is a component under its name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
@@ -39,6 +40,7 @@ class RewardFunctions:
         self._columns = [_columns_of(*pair) for pair in zip(functions, self._names, strict=True)]
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
         self.reads_transcript = any(map(reads_transcript, functions))
+        self.takes_lists = any(map(takes_lists, functions))
         self.cpu_bound = any(getattr(function, "cpu_bound", False) for function in functions)
 
     def __call__(self, **fields: Any) -> Any:
@@ -49,27 +51,30 @@ class RewardFunctions:
         names = [name if is_single else name.removesuffix("s") for name in fields]
         values = [tuple(fields.values())] if is_single else zip(*fields.values(), strict=True)
         samples = [dict(zip(names, sample, strict=True)) for sample in values]
-        by_function = [self._scores(i, samples) for i in range(len(self._functions))]
+        returned = [self._scores(i, samples) for i in range(len(self._functions))]
+
+        def checked(i: int, scores: Any) -> list[Any]:
+            return one_each(scores, len(samples), f"{self._names[i]}()")
 
         def combine(by_function: Sequence[Sequence[Any]]) -> Any:
-            for name, scores in zip(self._names, by_function, strict=True):
-                if len(scores) != len(samples):
-                    raise ValueError(f"{name}() returned {len(scores)} scores for {len(samples)} samples")
             results = [self._sum(scores) for scores in zip(*by_function, strict=True)]
             return results[0] if is_single else results
 
         async def wait() -> Any:
-            lists = [await scores if inspect.isawaitable(scores) else scores for scores in by_function]
+            lists = [checked(i, await s if inspect.isawaitable(s) else s) for i, s in enumerate(returned)]
             return combine([[await s if inspect.isawaitable(s) else s for s in scores] for scores in lists])
 
-        is_async = any(inspect.isawaitable(scores) or any(map(inspect.isawaitable, scores)) for scores in by_function)
-        return wait() if is_async else combine(by_function)
+        if any(inspect.isawaitable(s) or (isinstance(s, list) and any(map(inspect.isawaitable, s))) for s in returned):
+            return wait()
+        return combine([checked(i, scores) for i, scores in enumerate(returned)])
 
     def _scores(self, i: int, samples: Sequence[Mapping[str, Any]]) -> Any:
         """What a function returns for the samples, awaited or not."""
         function, arguments = self._functions[i], self._columns[i]
         if arguments is None:
             names = fields_for(function)
+            if takes_lists(function):
+                return function(**{f"{name}s": [sample[name] for sample in samples] for name in names})
             return [function(**{name: sample[name] for name in names}) for sample in samples]
         infos = [sample["extra_info"] or {} for sample in samples]
         names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
@@ -85,26 +90,24 @@ class RewardFunctions:
         if self.reads_transcript:
             columns[TRANSCRIPT] = [sample[TRANSCRIPT] for sample in samples]
         passed = {name: column for name, column in columns.items() if "**" in arguments or name in arguments}
-        scores = function(**passed)
-        if not (inspect.isawaitable(scores) or hasattr(scores, "__len__")):
-            raise TypeError(f"{self._names[i]}() returned {scores!r}, not a list with a score for each completion")
-        return scores
+        return function(**passed)
 
     def _sum(self, scores: Sequence[Any]) -> Any:
         """Of one sample."""
         if len(scores) == 1 and self._weights == [1.0] and scores[0] is not None:
             return scores[0]
-        total, components = 0.0, dict[str, Any]()
+        total, components, steps = 0.0, dict[str, Any](), list[Step]()
         for name, weight, score in zip(self._names, self._weights, scores, strict=True):
             if isinstance(score, Mapping):
-                components |= {key: value for key, value in score.items() if key != "score"}
+                components |= {key: value for key, value in score.items() if key not in ("score", "step_rewards")}
+                steps += scaled(as_steps(score.get("step_rewards", ())), weight)
                 score = score["score"]
             if score is not None:
                 total += weight * float(score)
                 components[name] = float(score)
-        if not components:
-            raise ValueError(f"none of {', '.join(self._names)} gave this sample a score")
-        return {"score": total, **components}
+        if not components:  # this sample's error, not that of all in its batch
+            components["error"] = f"none of {', '.join(self._names)} gave this sample a score"
+        return {"score": total, "step_rewards": steps, **components}
 
 
 def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
@@ -119,22 +122,39 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
                 raise UserError(f"reward function {name}() asks for {argument}, which graders do not get: leave it out")
         return tuple("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters.values())
     try:
-        inspect.signature(function).bind(**dict.fromkeys(fields_for(function)))
+        plural = "s" * takes_lists(function)
+        inspect.signature(function).bind(**{field + plural: None for field in fields_for(function)})
     except TypeError:
         raise UserError(f"reward function {name}({', '.join(parameters)}) must take {FORMS}") from None
     return None
 
 
-def fields_for(function: Callable[..., Any], plural: str = "") -> tuple[str, ...]:
+def one_each(scores: Any, number: int, name: str) -> list[Any]:
+    """What function `name` returned for `number` samples. TypeError, ValueError: it is no score for each of them."""
+    if not hasattr(scores, "__len__") or isinstance(scores, str | Mapping | Set):
+        raise TypeError(f"{name} returned {scores!r:.60}, not a list with a score for each sample")
+    if len(scores) != number:
+        raise ValueError(f"{name} returned {len(scores)} scores for {number} samples")
+    return list(scores)
+
+
+def fields_for(function: Callable[..., Any]) -> tuple[str, ...]:
     """The fields of a Sample that a function in verl's form gets."""
-    return (*FIELDS, TRANSCRIPT) if reads_transcript(function, plural) else FIELDS
+    return (*FIELDS, TRANSCRIPT) if reads_transcript(function) else FIELDS
 
 
-def reads_transcript(function: Callable[..., Any], plural: str = "") -> bool:
+def reads_transcript(function: Callable[..., Any]) -> bool:
     """Whether a function asks for all that was said in an episode: by an argument of this name, or an attribute."""
-    if hasattr(function, "reads_transcript"):
-        return function.reads_transcript
+    return getattr(function, "reads_transcript", not {TRANSCRIPT, f"{TRANSCRIPT}s"}.isdisjoint(_parameters(function)))
+
+
+def takes_lists(function: Callable[..., Any]) -> bool:
+    """Whether a function is in verl's form for batches."""
+    return getattr(function, "takes_lists", "solution_strs" in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> Collection[str]:
     try:
-        return f"{TRANSCRIPT}{plural}" in inspect.signature(function).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C that does not say what it takes
-        return False
+        return ()

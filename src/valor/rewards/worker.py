@@ -21,11 +21,13 @@ from typing import Any, NamedTuple, Self
 from valor.rewards import registry
 from valor.rewards.code import configure
 from valor.rewards.custom import CustomFunction
+from valor.rewards.functions import one_each
 from valor.rewards.steps import Step, as_steps
 from valor.tracking.progress import report_progress
 
 HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
+_LARGEST = 3.4e38  # a score or component: of float32, in which scores are used
 _MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
 
 
@@ -122,14 +124,20 @@ class Grading:
             if inspect.iscoroutine(value):
                 value = self._loop.run(value)
             if isinstance(sample, list):
-                if len(value) != len(sample):
-                    raise ValueError(f"the function returned {len(value)} scores for {len(sample)} samples")
-                seconds = time.perf_counter() - start
-                return [as_result(score, seconds, self.error_score) for score in value]
-            return as_result(value, time.perf_counter() - start, self.error_score)
+                return [self._result(score, start) for score in one_each(value, len(sample), "the function")]
+            return self._result(value, start)
         except BaseException as error:
-            kind = "memory" if isinstance(error, MemoryError) else "exception"
-            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
+            return self._failure(error, start)
+
+    def _result(self, value: Any, start: float) -> RewardResult:
+        try:
+            return as_result(value, time.perf_counter() - start, self.error_score)
+        except Exception as error:  # of this sample alone, in a batch too
+            return self._failure(error, start)
+
+    def _failure(self, error: BaseException, start: float) -> RewardResult:
+        kind = "memory" if isinstance(error, MemoryError) else "exception"
+        return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
         """What the grader asks for, by the names of its arguments; lists for a function of batches."""
@@ -156,8 +164,8 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     except (TypeError, ValueError, RuntimeError):  # lists and tuples too, and arrays of several
         raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'") from None
     for name, number in {"score": score, **components}.items():
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"the grader returned {number} as {name}")
+        if not (isinstance(number, str) or abs(number) <= _LARGEST):
+            raise ValueError(f"the grader returned {number!r:.60} as {name}")
     error = components.get("error")
     if isinstance(error, str) and error:  # a grader that could not decide says why
         del components["error"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from valor.errors import drop
 from valor.tracking.progress import Phase, open_phases
 
 EVERY = 10.0  # seconds between lines about a phase
@@ -37,13 +38,18 @@ _PROGRESS = "progress"  # name of the thread
 
 
 class _Console(Console):
+    may_be_unread = False
+    """Whether lines are dropped when their reader has gone; else that ends the command, as for lines that are printed
+    (rich would exit with 1)."""
+
     def on_broken_pipe(self) -> None:
-        """Whoever runs the command ends it, as for lines that are printed (rich would exit with 1)."""
-        raise BrokenPipeError
+        if not self.may_be_unread:
+            raise BrokenPipeError
+        drop(sys.stdout)
 
 
 @cache
-def get_console() -> Console:
+def get_console() -> _Console:
     """Console on stdout: colours on a real terminal; elsewhere plain text without control characters."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     return _Console(

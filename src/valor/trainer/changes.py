@@ -24,6 +24,7 @@ _HARMLESS = """
     *.use_remove_padding *.share_prefixes *.model.compile *.model.use_liger *.max_num_seqs
     *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir data.image_cache
 """
+_VALIDATION = ("data.val_", "reward.", "actor_rollout_ref.rollout.val_kwargs.")
 _LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64  # of a larger weight file, blocks at even distances; of others all bytes
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -34,6 +35,11 @@ class Change(NamedTuple):
 
     line: str
     exact: bool
+
+    @property
+    def of_validation(self) -> bool:
+        """Whether scores of validations before and after it are not of the same kind."""
+        return not self.exact and self.line.startswith(_VALIDATION)
 
 
 def settings_of(config: BaseModel) -> dict[str, Any]:

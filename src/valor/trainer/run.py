@@ -54,7 +54,7 @@ class Run(ABC):
         self.skips = SkippedUpdates(config.trainer.max_skipped_updates, record.say)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
-        self._save_is_due = False
+        self._save_is_due = self._is_measured_anew = False
         self._began = False  # whether there was a first step
         self._unsaved: dict[str, Any] | None = None  # the driver's state after the last complete step
 
@@ -130,6 +130,7 @@ class Run(ABC):
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
+                        stopping = stop.signum is not None  # while it saved: there is nothing to finish
                 yield metrics
             stop.at_once = False
             self.after_steps()
@@ -204,11 +205,11 @@ class Run(ABC):
 
     def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a complete checkpoint. `state`: of the driver; default: its present one."""
-        timer, self._unsaved = Timer(), None
+        timer, self._unsaved, self.stop.saving = Timer(), None, True
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
             folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)
-        self._save_is_due = False
+        self._save_is_due = self.stop.saving = False
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -218,7 +219,7 @@ class Run(ABC):
                 raise UserError(f"'{checkpoint.folder}' holds no {role}: resume from one of a run that trained it")
             self.roles[role].load(checkpoint.folder / role)
         self.load_state_dict(checkpoint.state)
-        self.record.best = checkpoint.state["best"]
+        self.record.best = None if self._is_measured_anew else checkpoint.state["best"]
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
         if self.finished:
             partly = (
@@ -253,6 +254,7 @@ class Run(ABC):
                 "that back, go on in spite of it with trainer.resume_changed=allow, or start afresh with "
                 "trainer.resume_mode=disable"
             )
+        self._is_measured_anew = any(change.of_validation for change in differences)
         for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
 

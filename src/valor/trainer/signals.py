@@ -1,4 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it within the step."""
+"""SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it within the step.
+
+A step that is complete is saved all the same: a second one while it is being written does nothing, a third ends that.
+"""
 
 import signal
 from contextlib import suppress
@@ -6,21 +9,24 @@ from types import FrameType
 from typing import Any, Self
 
 from valor.errors import Interrupted
+from valor.tracking.console import get_console, say
 
 
 class StopRequest:
     """Context manager; `signum` is the signal that asked to stop, or None.
 
-    With `at_once` (while there is no step to finish yet), and at the second signal, Interrupted is raised in the main
-    thread. A signal that the process was started to ignore (SIGHUP under nohup) stays ignored. Outside the main thread
-    (where Python refuses signal handlers) no request is ever reported.
+    With `at_once` (while there is no step to finish yet), at the second signal outside of `saving`, and at the third,
+    Interrupted is raised in the main thread. From the first on the run does not end because nobody reads what it
+    prints: Ctrl-C ends the `tee` behind it too. A signal that the process was started to ignore (SIGHUP under nohup)
+    stays ignored. Outside the main thread (where Python refuses signal handlers) no request is ever reported.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self.at_once = at_once
+        self.at_once, self.saving = at_once, False
         self.signum: int | None = None
+        self._count = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -35,7 +41,12 @@ class StopRequest:
             signal.signal(s, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.at_once or self.signum is not None:
+        self._count += 1
+        if self.at_once or self._count > 1 + self.saving:
             raise Interrupted(signum)
-        self.signum = signum
-        print(f"\n{signal.Signals(signum).name}: finishing this step and saving; once more to stop at once", flush=True)
+        name, get_console().may_be_unread = signal.Signals(signum).name, True
+        if self._count == 1:
+            self.signum = signum
+            say(f"\n{name}: finishing this step and saving; once more to stop at once")
+        else:
+            say(f"\n{name}: saving the last complete step; once more to stop without it")

@@ -35,7 +35,7 @@ def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
     check_teachers(config, tokenizer)
     teachers = [*section.teacher_models.values()]
     longest = [0] * len(teachers)
-    for row in inputs.train if len(teachers) > 1 or teachers[0].prompt_template is not None else ():
+    for row in inputs.train if section.routes or teachers[0].prompt_template is not None else ():
         values = (row.data_source, row.ground_truth, row.extra_info)
         number = _number(section, *values)
         if (template := teachers[number].prompt_template) is not None:
@@ -50,7 +50,7 @@ def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
 
 
 def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Mapping[str, Any]) -> int:
-    if len(config.teacher_models) == 1:
+    if not config.routes:
         return 0
     key = data_source if config.teacher_key == "data_source" else str(extra_info.get(config.teacher_key))
     keys = [str(teacher.key) for teacher in config.teacher_models.values()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _failing_tool, _informative_rows
+from valor.collector.collector import _add_reward_info, _failing_tool, _informative_rows
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -279,3 +279,11 @@ def test_dynamic_sampling_does_not_count_an_episode_that_failed_as_a_wrong_answe
     results = [RewardResult(float(score), {}) for score in scores]
     config = PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True}}})
     assert _informative_rows(batch, results, scores, config).objects["uid"] == ["b"] * 3
+
+
+def test_a_grader_that_could_not_decide_reports_nothing_to_learn_from():
+    """GDPO then takes `error_score` for each component, as for any grader that failed."""
+    batch = batch_of([2, 3])
+    decided, undecided = RewardResult(1.0, {"a": 1.0}), RewardResult(-1.0, {"pred": "x"}, "why", kind="undecided")
+    _add_reward_info(batch, [decided, undecided])
+    assert component_scores(batch.objects["reward_info"], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]

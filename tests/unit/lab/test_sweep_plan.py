@@ -60,6 +60,8 @@ def test_values_reach_the_run_as_written():
     planned = plan_sweep(sweep(base={}, arms=arms))
     assert "trainer.rollout_data_dir=3/my files" in planned.runs[0].command
     assert planned.runs[0].settings["data.train_files"] == ["x.parquet", "y 1.parquet"]
+    planned = plan_sweep(sweep(base=BASE | {"trainer.rollout_data_dir": "of/<seed>"}, arms={"a": None}))
+    assert "trainer.rollout_data_dir=of/5" in planned.runs[1].command
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_values_reach_the_run_as_written():
         ({"arms": {"a": {"trainer.seeed": 1}}}, "unknown key 'trainer.seeed': did you mean 'trainer.seed'"),
         ({"arms": {"a": {"critic.model.path": "<run:b>/x"}}}, "arm a: <run:b> is no arm"),
         ({"arms": {"a": {"critic.model.path": "<run:a>/x"}}}, "in a circle: a -> a"),
+        ({"arms": {"a": None}, "base": {"critic.model.path": "<run:a>/x"}}, "in a circle: a -> a"),
         ({"arms": {"a": None}, "grid": {"algorithm.lam": [0.9, 0.9]}}, "two have the same name, 'a-lam=0.9'"),
     ],
 )

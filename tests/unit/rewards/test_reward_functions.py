@@ -48,11 +48,12 @@ def test_one_function_keeps_what_it_returns():
 def test_scores_are_added_with_their_weights_and_none_is_left_out():
     one = ("s", "bb", "bb", {"level": 3, "prompt": CHAT})
     total = call([verl_form, only_chats], [0.5, 2.0], one)
+    assert total.pop("step_rewards") == []
     assert total == {"score": 0.5 * 1 + 2.0 * 2, "seen": 3, "verl_form": 1.0, "only_chats": 2.0}
     without = call([verl_form, only_chats], [0.5, 2.0], ("s", "bb", "bb", {"level": 3, "prompt": "plain"}))
-    assert without == {"score": 0.5, "seen": 3, "verl_form": 1.0}
-    with pytest.raises(ValueError, match="none of only_chats gave"):
-        call([only_chats], None, ("s", "bb", None, {"prompt": "plain"}))
+    assert without == {"score": 0.5, "step_rewards": [], "seen": 3, "verl_form": 1.0}
+    nothing = call([only_chats], None, ("s", "bb", None, {"prompt": "plain"}))
+    assert nothing["error"] == "none of only_chats gave this sample a score"
 
 
 def test_a_column_never_takes_the_place_of_what_is_generated():
@@ -66,6 +67,32 @@ def test_a_column_never_takes_the_place_of_what_is_generated():
     call([keeps], None, ("s", "said", "4", {**dict.fromkeys(names, "from the row"), "prompt": "asked"}))
     assert (seen["completions"], seen["prompts"], seen["ground_truth"]) == (["said"], ["asked"], ["4"])
     assert seen["completion_ids"] == "none" and seen["level"] == ["from the row"]
+
+
+def test_rewards_by_step_of_several_functions_add_up_with_their_weights():
+    def first(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "step_rewards": [(0, 1.0), ((0, 2), -1.0)]}
+
+    def second(completions):
+        return [{"score": 0.0, "step_rewards": [(1, 0.25)]} for _ in completions]
+
+    steps = call([first, second], [0.5, 2.0], ("s", "bb", "bb", {}))["step_rewards"]
+    assert steps == [(0, 0.5), ((0, 2), -0.5), (1, 0.5)]
+
+
+def test_functions_in_verls_form_for_batches_get_lists(tmp_path):
+    def longest(data_sources, solution_strs, ground_truths, extra_infos, transcripts):
+        assert transcripts == solution_strs
+        return [float(len(text) == max(map(len, solution_strs))) for text in solution_strs]
+
+    path = tmp_path / "reward.pkl"
+    path.write_bytes(pickled(RewardFunctions([longest, slow], [1.0, 2.0]), "reward", "key"))
+    samples = [Sample("s", "abc", None, {}), Sample("s", "a", None, {})]
+    with RewardExecutor(num_workers=1, custom=CustomFunction(str(path), whole_batch=True)) as graders:
+        results = graders.score(samples)
+    assert [(result.error, result.score) for result in results] == [(None, 2.0), (None, 1.0)]
+    with pytest.raises(UserError, match=r"takes lists .* reward\.reward_manager\.name=batch"):
+        RewardExecutor(custom=CustomFunction(str(path)))
 
 
 def test_a_whole_batch_is_one_call():
@@ -97,13 +124,17 @@ def test_what_cannot_travel_is_one_line():
 @pytest.mark.parametrize(
     ("functions", "weights", "line"),
     [
-        ([lambda text: 0.0], None, "<lambda>(text) must take (data_source, solution_str, ground_truth, extra_info) or"),
+        (
+            [lambda text: 0.0],
+            None,
+            "<lambda>(text) must take (data_source, solution_str, ground_truth, extra_info), lists",
+        ),
         ([by_length, by_length], None, "have the same name"),
         ([by_length], [1.0, 2.0], "reward_weights=[1.0, 2.0]: give a list, with a number for each function"),
         ([by_length], ["a"], "reward_weights=['a']: give a list"),
         ([by_length], 2, "reward_weights=2: give a list"),
         ([], None, "reward is an empty list"),
-        ([max], None, "a function is expected, (data_source, solution_str, ground_truth, extra_info) or"),
+        ([max], None, "a function is expected, (data_source, solution_str, ground_truth, extra_info), lists"),
         (["gsm8k"], None, "a function is expected"),
         ([lambda completions, completion_ids: []], None, "asks for completion_ids"),
     ],
@@ -114,7 +145,7 @@ def test_mistakes_are_told_before_the_run(functions, weights, line):
 
 
 def test_one_score_for_a_list_of_completions_is_told_apart():
-    with pytest.raises(TypeError, match=r"single\(\) returned 1\.0, not a list with a score for each completion"):
+    with pytest.raises(TypeError, match=r"single\(\) returned 1\.0, not a list with a score for each sample"):
 
         def single(completions):
             return 1.0

@@ -87,3 +87,10 @@ def test_what_a_grader_leaves_at_none_is_not_there():
     """It is neither an error, nor an answer that votes."""
     result = as_result({"score": 1.0, "error": None, "pred": None, "acc": True}, 0.0, -1.0)
     assert (result.score, result.error, result.components) == (1.0, None, {"acc": True})
+
+
+@pytest.mark.parametrize("value", [10**400, 1e39, {"score": 1.0, "size": 10**400}, {"score": 1.0, "size": -1e39}])
+def test_numbers_that_float32_does_not_have_are_an_error(value):
+    """Scores are tensors, and components are averaged: neither could be."""
+    with pytest.raises((ValueError, OverflowError)):
+        as_result(value, 0.0, 0.0)

@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +149,58 @@ def test_an_error_that_nobody_expects_keeps_its_traceback_and_names_the_checkpoi
 def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
     run = Counting(tmp_path / "run", ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert last_line(run, capsys) == (128 + signal.SIGTERM, "")
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+class Signalled(Role):
+    """Gets signals while it is saved."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def save(self, folder: Path) -> None:
+        for _ in range(self.count):
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().save(folder)
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, [4]), (2, [4]), (3, [])])
+def test_signals_while_it_is_saved_leave_what_is_complete_but_for_the_third(count, steps, tmp_path, capsys):
+    run = Counting(tmp_path / "run", role=Signalled(count), save_freq=4)
+    assert last_line(run, capsys)[0] == 128 + signal.SIGTERM
+    assert CheckpointStore(tmp_path / "run").steps() == steps
+
+
+def test_a_signal_in_the_step_and_one_while_that_is_saved(tmp_path, capsys):
+    stops = ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert last_line(Counting(tmp_path / "run", stops, role=Signalled(1)), capsys)[0] == 128 + signal.SIGTERM
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+PIPED = """
+import os, signal, sys
+from pathlib import Path
+from test_early_ends import Counting, ends
+from valor.errors import exit_code
+def interrupt():
+    os.close(int(sys.argv[2]))
+    signal.raise_signal(signal.SIGTERM)
+run = Counting(Path(sys.argv[1]), ends(4, "collect", by=interrupt))
+os._exit(exit_code(run.fit))
+"""
+
+
+def test_a_signal_that_ends_the_reader_of_what_is_printed_too(tmp_path):
+    """Ctrl-C on `valor ppo ... | tee log`: both get it, and the run still ends its step."""
+    reader, writer = os.pipe()
+    path = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)])
+    command = [sys.executable, "-c", PIPED, str(tmp_path / "run"), str(reader)]
+    env = os.environ | {"PYTHONPATH": path}
+    process = subprocess.Popen(command, stdout=writer, stderr=writer, env=env, pass_fds=[reader])
+    os.close(reader)
+    os.close(writer)
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert CheckpointStore(tmp_path / "run").steps() == [4]
 
 

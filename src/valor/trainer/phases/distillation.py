@@ -81,7 +81,7 @@ class Teachers(Phase):
         names = ", ".join(
             f"{name} ({t.url or t.model_path or 'the policy'})" for name, t in teach.teacher_models.items()
         )
-        by = f" by {teach.teacher_key}" if len(teach.teacher_models) > 1 else ""
+        by = f" by {teach.teacher_key}" if teach.routes else ""
         form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
         decay = loss.distillation_loss_coef_decay_steps
         falling = f", falling to 0 over {decay} steps" if decay else ""
