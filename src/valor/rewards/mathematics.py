@@ -108,6 +108,7 @@ _NAME = re.compile(
     r" ?(?:=|\\approx) ?(?!.*=)"
 )
 _ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
+_BASE = re.compile(r"(?<=\d) ?_ ?\{? ?(\d+)")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
 _LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
@@ -163,6 +164,9 @@ def equal(truth: str, answer: str) -> bool | None:
         return False
     if _characters(truth) == _characters(answer):
         return True
+    bases = [sorted(_BASE.findall(text)) for text in (truth, answer)]
+    if all(bases) and bases[0] != bases[1]:  # which math-verify does not read
+        return False
     for compare in (_same_choice, _same_number, _same_words):
         verdict = compare(truth, answer)
         if verdict is not None:
@@ -171,7 +175,11 @@ def equal(truth: str, answer: str) -> bool | None:
 
 
 def _characters(text: str) -> str:
-    return re.sub(r"\\(?:text|mathbb) ?\{([^{}]*)\}", r"\1", text).replace(" ", "")
+    return _plain_text(text).replace(" ", "")
+
+
+def _plain_text(text: str) -> str:
+    return re.sub(r"\\(?:text|mathbb) ?\{([^{}]*)\}", r"\1", text)
 
 
 def one_spelling(answer: str) -> str:
@@ -222,8 +230,8 @@ def _same_words(truth: str, answer: str) -> bool | None:
     if _NOTHING.fullmatch(truth) or _NOTHING.fullmatch(answer):
         return bool(_NOTHING.fullmatch(truth) and _NOTHING.fullmatch(answer))
     for verdict in _VERDICTS:
-        if truth.lower() in verdict:
-            return re.split(r"[\s,.:;]|because|因为|的", answer.lower())[0] in verdict
+        if _plain_text(truth).lower() in verdict:
+            return re.split(r"[\s,.:;]|because|因为|的", _plain_text(answer).lower().strip())[0] in verdict
     if not _has_words(truth):
         return False if _has_words(answer) else None
     if _words(truth) in (_words(answer), _words(_PREDICATE.sub("", answer))):

@@ -68,10 +68,11 @@ GROUPS = [
     Group(
         "fractions, mixed numbers, ratios and decimals of the same value",
         [(r"7\frac{1}{2}", "7.5"), (r"7\frac{1}{2}", r"\frac{15}{2}"), ("1 1/2", "1.5"), ("3.5", "7/2"), (r"\frac43", "4/3"),
-         (r"-\frac{1}{2}", r"\frac{-1}{2}"), ("025", "25"), ("2:1", "2/1"), (".5", r"\dfrac{1}{2}"),
+         (r"-\frac{1}{2}", r"\frac{-1}{2}"), ("025", "25"), ("1073741824", "1073741824.0"), (str(2**100), r"1.26765060022823 \times 10^{30}"), ("2:1", "2/1"), (".5", r"\dfrac{1}{2}"),
          ("8.7 \\times 10^{8}", "870000000"), ("1e-5", "0.00001"), ("4.5e33", r"4.5 \times 10^{33}"), ("7/8", "0.875"),
          (r"\sqrt{2} - 1 : 1", r"\sqrt2-1")],
-        [(r"7\frac{1}{2}", r"\frac{7}{2}"), ("2:1", "1:2"), ("3:2:1", "1:2:3"), (r"\frac{3}{4}", r"\frac{4}{3}"), ("-5", "5")],
+        [("1073741824", "1073741825"), ("1073741824", "1,073,741,825"), ("1073741824", r"1.073741825 \times 10^9"), ("10^{12}", "999999999999"),
+         (r"7\frac{1}{2}", r"\frac{7}{2}"), ("2:1", "1:2"), ("3:2:1", "1:2:3"), (r"\frac{3}{4}", r"\frac{4}{3}"), ("-5", "5")],
     ),
     Group(
         "a ground truth in decimals is what it is a rounding of, when it has enough digits to say so",
@@ -146,16 +147,16 @@ GROUPS = [
     Group(
         "words without regard to case and articles; the letter of an option with or without its text",
         [(r"\text{Evelyn}", "evelyn"), ("A", "(A)"), ("(B)", r"\text{(B)}"), ("C", "C. 5 apples"), ("B: -1", "B"),
-         ("B: -1", "-1"), ("12", r"\text{(B) } 12"), ("Yes", "Yes, it is"), ("The square pyramid", "square pyramid"),
+         ("B: -1", "-1"), ("12", r"\text{(B) } 12"), ("Yes", "Yes, it is"), ("yes", r"\text{Yes}"), (r"\text{No}", "no"), ("no", r"\textbf{No, it is odd}"), ("The square pyramid", "square pyramid"),
          ("Cube, Regular Tetrahedron", "regular tetrahedron, cube"), (r"\emptyset", r"\varnothing"),
          (r"\emptyset", r"\text{no solution}"), ],
-        [("A", "B"), ("B: -1", "C"), ("No", "Yes"), (r"\text{even}", "odd"), ("square pyramid", "pyramid"), ("13", "(B) 12"),
+        [("A", "B"), ("B: -1", "C"), ("No", "Yes"), ("yes", r"\text{No}"), (r"\text{even}", "odd"), ("square pyramid", "pyramid"), ("13", "(B) 12"),
          (r"\text{No solution}", "0"), ("listen", "silent"), ("5", "five or six")],
     ),
     Group(
         "a base may be missing, but is not converted",
         [("2516_8", "2516"), ("2516_8", "2516_{8}"), ("42", "42_{10}")],
-        [("52_8", "42"), ],
+        [("52_8", "42"), ("11011_2", "11011_3"), ("11_2, 12_3", "11_2, 12_4")],
     ),
     Group(
         "how it is set does not matter",
@@ -204,7 +205,6 @@ LENIENT = [
     ("1", "x^2+y^2=1"),
     ("2,-1,-18", "a=-1, h=2, k=-18"),
     ("a/A", "1"),
-    ("11011_2", "11011_3"),
 ]  # fmt: skip
 CASES = [
     pytest.param(truth, answer, verdict, id=f"{truth} | {answer}")
