@@ -103,7 +103,7 @@ class RewardFunctions:
                 total += weight * float(score)
                 components[name] = float(score)
         if not components:
-            raise ValueError(f"none of {', '.join(self._names)} gave this sample a score")
+            return {"score": 0.0, "error": f"none of {', '.join(self._names)} gave this sample a score"}
         return {"score": total, **components}
 
 

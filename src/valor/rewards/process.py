@@ -38,7 +38,8 @@ class GraderProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self._channel, theirs = socket.socketpair()
-        self._process: Any = context.Process(target=serve, args=(theirs, *setup), daemon=True)
+        # No daemon, as far as multiprocessing knows: that may have no processes of its own, and graders start pools.
+        self._process: Any = context.Process(target=serve, args=(theirs, *setup))
         # Python would run this process's main module again in the new one: seconds and hundreds of megabytes when it
         # imports torch or ray, and an endless recursion when it is a script without a `__main__` guard.
         with _starting:

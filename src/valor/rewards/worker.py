@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from valor.tracking.progress import report_progress
 
 HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
+_LARGEST = 3.4e38  # what float32 holds
 _MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
 
 
@@ -122,14 +124,25 @@ class Grading:
             if inspect.iscoroutine(value):
                 value = self._loop.run(value)
             if isinstance(sample, list):
+                if isinstance(value, dict | str) or not hasattr(value, "__len__"):
+                    raise TypeError(f"the function returned {value!r:.60}, not a list with a score for each sample")
                 if len(value) != len(sample):
                     raise ValueError(f"the function returned {len(value)} scores for {len(sample)} samples")
                 seconds = time.perf_counter() - start
-                return [as_result(score, seconds, self.error_score) for score in value]
-            return as_result(value, time.perf_counter() - start, self.error_score)
+                return [self._result(score, seconds) for score in value]
+            return self._result(value, time.perf_counter() - start)
         except BaseException as error:
-            kind = "memory" if isinstance(error, MemoryError) else "exception"
-            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
+            return self._failed(error, time.perf_counter() - start)
+
+    def _result(self, value: Any, seconds: float) -> RewardResult:
+        try:
+            return as_result(value, seconds, self.error_score)
+        except Exception as error:
+            return self._failed(error, seconds)
+
+    def _failed(self, error: BaseException, seconds: float) -> RewardResult:
+        kind = "memory" if isinstance(error, MemoryError) else "exception"
+        return RewardResult(self.error_score, {}, describe_error(error), seconds, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
         """What the grader asks for, by the names of its arguments; lists for a function of batches."""
@@ -156,8 +169,8 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     except (TypeError, ValueError, RuntimeError):  # lists and tuples too, and arrays of several
         raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'") from None
     for name, number in {"score": score, **components}.items():
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"the grader returned {number} as {name}")
+        if isinstance(number, int | float) and not abs(number) <= _LARGEST:
+            raise ValueError(f"the grader returned {number!r:.60} as {name}")
     error = components.get("error")
     if isinstance(error, str) and error:  # a grader that could not decide says why
         del components["error"]
@@ -207,6 +220,8 @@ def serve(
     # More grader processes than cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Processes of a grader know its module, which has no name that others could import.
+    multiprocessing.set_start_method("fork", force=True)
     # What a grader forks has no way to answer in the place of this process.
     pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))

@@ -13,6 +13,9 @@ BATCH = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
     if "raise" in solution_strs: raise ValueError("no")
     if "few" in solution_strs: return [1.0]
+    if "one number" in solution_strs: return 1.0
+    if "lists" in solution_strs: return {"score": [1.0, 1.0]}
+    if "no score" in solution_strs: return [None if s == "no score" else 1.0 for s in solution_strs]
     best = max(solution_strs, key=len)
     return [{"score": (s == best) + bonus, "size": len(solution_strs)} for s in solution_strs]
 """
@@ -44,6 +47,10 @@ def test_a_function_of_whole_batches_is_called_once(tmp_path: Path) -> None:
         assert [(r.score, "ValueError: no" in (r.error or "")) for r in raised] == [(-1.0, True)] * 2
         few = manager.score(samples("a", "few"))
         assert all("1 scores for 2 samples" in (r.error or "") for r in few)
+        for what in ("one number", "lists"):
+            assert all("not a list with a score for each" in (r.error or "") for r in manager.score(samples("a", what)))
+        one, other = manager.score(samples("a", "no score"))  # costs that sample alone
+        assert (one.score, one.error, other.score) == (1.0, None, -1.0) and "returned None" in (other.error or "")
         assert manager.score([]) == []
     finally:
         manager.close()
