@@ -226,18 +226,17 @@ def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) 
         return scores
     values: list[float] = []
     for result in results:
-        if name in result.components:
-            values.append(float(result.components[name]))
-        elif name == "acc":
-            values.append(float(result.correct))
-        elif result.error is not None:  # a grader that failed names no components
-            values.append(config.reward.error_score)
-        else:
-            known = ", ".join(sorted(result.components)) or "none"
+        value = result.components.get(name, result.correct if name == "acc" else None)
+        if value is None and result.error is not None:  # a grader that failed names no components
+            value = config.reward.error_score
+        if not isinstance(value, bool | int | float):
+            known = sorted({n for r in results for n, v in r.components.items() if isinstance(v, bool | int | float)})
             raise UserError(
-                f"algorithm.filter_groups.metric={name}: the grader reports no such component (it has {known}): "
-                "take one of these, acc, or null for the score"
+                f"algorithm.filter_groups.metric={name} is not a number that the grader reports of every sample (it "
+                f"reports {', '.join(known) or 'none'}): return it beside score each time, or take acc, or null for "
+                "the score"
             )
+        values.append(float(value))
     return torch.tensor(values)
 
 
