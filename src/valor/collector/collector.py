@@ -28,7 +28,7 @@ from valor.rewards.manager import summarize
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 
-_SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score"
+_SCORE_NAMES = (None, "seq_reward", "seq_final_reward")  # verl's ways to say "the score, with all that it gets"
 
 
 class Collector:
@@ -224,6 +224,8 @@ def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) 
     name = config.algorithm.filter_groups.metric
     if name in _SCORE_NAMES:
         return scores
+    if name == "score":
+        return torch.tensor([r.score - r.components.get("overlong_reward", 0.0) for r in results])
     values: list[float] = []
     for result in results:
         value = result.components.get(name, result.correct if name == "acc" else None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _failing_tool, _informative_rows
+from valor.collector.collector import _failing_tool, _informative_rows, _metric
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -279,3 +279,17 @@ def test_dynamic_sampling_does_not_count_an_episode_that_failed_as_a_wrong_answe
     results = [RewardResult(float(score), {}) for score in scores]
     config = PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True}}})
     assert _informative_rows(batch, results, scores, config).objects["uid"] == ["b"] * 3
+
+
+def test_verl_s_score_is_that_before_the_length_penalty():
+    results = [RewardResult(-p, {"overlong_reward": -p}) for p in (0.0, 0.25)]  # both are wrong, one is longer
+    scores = torch.tensor([result.score for result in results])
+    chosen = {
+        name: _metric(
+            results,
+            scores,
+            PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True, "metric": name}}}),
+        ).tolist()
+        for name in ("score", "acc", None)
+    }
+    assert chosen == {"score": [0, 0], "acc": [0, 0], None: [0, -0.25]}
