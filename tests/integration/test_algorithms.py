@@ -341,16 +341,19 @@ class TestDynamicSampling:
         error = capsys.readouterr().err
         assert code == 1 and "algorithm.filter_groups.max_num_gen_batches=2" in error and "0 of 8 prompts" in error
 
-    def test_an_unknown_metric_is_named(self, overrides, tmp_path, capsys):
+    @pytest.mark.parametrize("name", ["accuracy", "said"])
+    def test_a_metric_that_is_no_number_is_named(self, overrides, tmp_path, capsys, name):
         reward = f"reward.custom_reward_function.path={_constant_reward(tmp_path)}"
-        code = main(overrides(tmp_path / "run", *self.ON, reward, "algorithm.filter_groups.metric=accuracy"))
+        code = main(overrides(tmp_path / "run", *self.ON, reward, f"algorithm.filter_groups.metric={name}"))
         error = capsys.readouterr().err
-        assert code == 2 and "accuracy" in error and "never" in error and "Traceback" not in error
+        assert code == 2 and f"metric={name} is not a number" in error and "reports never)" in error
 
 
 def _constant_reward(folder: Path) -> Path:
     file = folder / "constant_reward.py"
-    file.write_text("def compute_score(*, solution_str, **_):\n    return {'score': 1.0, 'never': 0.0}\n")
+    file.write_text(
+        "def compute_score(*, solution_str, **_):\n    return {'score': 1.0, 'never': 0.0, 'said': 'nothing'}\n"
+    )
     return file
 
 

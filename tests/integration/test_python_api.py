@@ -185,5 +185,8 @@ def test_a_grader_of_files_still_goes_by_data_source(tiny, tmp_path):
     made = settings(tmp_path / "run", total_training_steps=1)
     run = valor.train(tiny["model"], rows, algorithm="grpo", **made)
     assert "reward/valor/arithmetic/mean" in run.metrics[0]
+    typo = lambda completions, answr: [1.0]  # noqa: E731
+    with pytest.raises(UserError, match="asks for 'answr', and no train row has such a column"):
+        valor.train(tiny["model"], SUMS, algorithm="grpo", reward=typo, resume_mode="disable", **made)
     with pytest.raises(UserError, match="no grader for data_source 'own'"):
         valor.train(tiny["model"], SUMS, algorithm="grpo", resume_mode="disable", **made)

@@ -74,10 +74,10 @@ class OnlineRidge:
     """Predicts targets of a step from those of the steps before.
 
     `forgetting` weighs all that was seen before a step, in the next one. Fits for all `RIDGES` predict; the one counts
-    that has erred least so far, recent steps more. Predictions are kept within the range of the targets seen, and within
-    `_SPREAD` standard deviations of the fitted values from their mean: noise of the targets is no reason to believe in
-    an extrapolation. They are 0 before there are any. `state`: sums, weights, errors, low, high, as tensors; empty
-    before the first step.
+    that has erred least so far, recent steps more. Predictions are kept within the range of the targets seen, and
+    within `_SPREAD` standard deviations of the fitted values from their mean: noise of the targets is no reason to
+    believe in an extrapolation. They are 0 before there are any targets. `state`: sums, weights, errors, low, high, as
+    tensors; empty before the first step.
     """
 
     def __init__(self, forgetting: float) -> None:

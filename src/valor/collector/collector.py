@@ -28,7 +28,7 @@ from valor.rewards.manager import summarize
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 
-_SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score"
+_SCORE_NAMES = (None, "seq_reward", "seq_final_reward")  # verl's ways to say "the score, with all that it gets"
 
 
 class Collector:
@@ -225,20 +225,21 @@ def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) 
     name = config.algorithm.filter_groups.metric
     if name in _SCORE_NAMES:
         return scores
+    if name == "score":
+        return torch.tensor([r.score - r.components.get("overlong_reward", 0.0) for r in results])
     values: list[float] = []
     for result in results:
-        if name in result.components:
-            values.append(float(result.components[name]))
-        elif name == "acc":
-            values.append(float(result.correct))
-        elif result.error is not None:  # a grader that failed names no components
-            values.append(config.reward.error_score)
-        else:
-            known = ", ".join(sorted(result.components)) or "none"
+        value = result.components.get(name, result.correct if name == "acc" else None)
+        if value is None and result.error is not None:  # a grader that failed names no components
+            value = config.reward.error_score
+        if not isinstance(value, bool | int | float):
+            known = sorted({n for r in results for n, v in r.components.items() if isinstance(v, bool | int | float)})
             raise UserError(
-                f"algorithm.filter_groups.metric={name}: the grader reports no such component (it has {known}): "
-                "take one of these, acc, or null for the score"
+                f"algorithm.filter_groups.metric={name} is not a number that the grader reports of every sample (it "
+                f"reports {', '.join(known) or 'none'}): return it beside score each time, or take acc, or null for "
+                "the score"
             )
+        values.append(float(value))
     return torch.tensor(values)
 
 

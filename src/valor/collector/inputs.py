@@ -141,6 +141,12 @@ class RunInputs:
                 names = ", ".join(TRUTHS)
                 logger.warning("no %s prompt has a ground truth (%s): the reward gets None%s", rows.split, names, near)
             lacking = []
+            if absent := sorted(self.rewards.needed_columns - rows.columns):
+                near = did_you_mean(absent[0], rows.columns)
+                raise UserError(
+                    f"the reward asks for '{absent[0]}', and no {rows.split} row has such a column (but "
+                    f"{', '.join(sorted({*rows.columns, 'ground_truth'}))}): rename one of them{near}"
+                )
         missing = [row for row in lacking if needs_truth(row.data_source) and not judged(row.extra_info)]
         if missing:
             raise UserError(

@@ -13,7 +13,7 @@ from valor.config.base import as_path
 from valor.config.inheritance import inherited_from, single_source
 from valor.config.ppo import PPOConfig
 from valor.config.presets import COMMANDS
-from valor.config.tree import Key, below, fields, is_section, plain_keys, schema
+from valor.config.tree import Key, below, fields, plain_keys, schema
 from valor.errors import UserError, did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
@@ -152,9 +152,9 @@ def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """The longest leading part of a pydantic location that is a key (the rest are union branches and indices), and
     of an unknown key the part after that."""
     names = [str(part) for part in location]
-    known = [length for length in range(1, len(names) + 1) if ".".join(names[:length]) in schema(root)]
-    end = max(known, default=0)
-    return ".".join(names[:end] if end and not is_section(root, ".".join(names[:end])) else names[: end + 1])
+    end = max((length for length in range(1, len(names) + 1) if ".".join(names[:length]) in fields(root)), default=0)
+    key = fields(root).get(".".join(names[:end]))
+    return ".".join(names[:end] if key is not None and key.section is None else names[: end + 1])
 
 
 def _line(root: type[BaseModel], name: str, detail: ErrorDetails) -> str:

@@ -161,6 +161,9 @@ critic.fsdp_config.(offload_policy reshard_after_forward fsdp_size) critic.(loss
     where these are
 {R}.scheduling_policy : requests are answered in the order in which they come
 {R}.do_sample : training rollouts are always sampled
+{R}.(repetition_penalty val_kwargs.repetition_penalty) [1] : it is off
+{R}.(repetition_penalty val_kwargs.repetition_penalty min_p val_kwargs.min_p stop stop_token_ids) ! tokens are drawn by
+    temperature, top_k and top_p, up to the template's end of a turn
 {R}.multi_turn.(use_inference_chat_template tokenization_sanity_check_mode) : turns are put together by token ids,
     always exactly
 data.(return_raw_chat return_full_prompt) : messages are always kept

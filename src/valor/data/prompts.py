@@ -152,6 +152,11 @@ class PromptDataset(Sequence[PromptRow]):
         return Counter(row.data_source for _, _, row, _ in self._rows)
 
     @property
+    def columns(self) -> set[str]:
+        """The names in the `extra_info` of any row."""
+        return {name for _, _, row, _ in self._rows for name in row.extra_info}
+
+    @property
     def without_truth(self) -> list[DataRow]:
         """Rows of style `rule` without a ground truth."""
         return [row for _, _, row, _ in self._rows if row.style == "rule" and row.lacks_truth]

@@ -92,6 +92,11 @@ class RewardExecutor:
         """Whether samples of any data source can be graded, by a function of the user's own."""
         return self.custom is not None
 
+    @property
+    def needed_columns(self) -> frozenset[str]:
+        """The rows' further columns without which a function of the user's own cannot be called."""
+        return getattr(self._function, "needs", frozenset())
+
     def check(self, data_sources: Iterable[str]) -> None:
         """Before a run: raise a UserError that names the data sources nobody can grade."""
         if not self.grades_everything:

@@ -39,6 +39,8 @@ class RewardFunctions:
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
         self._columns = [_columns_of(*pair) for pair in zip(functions, self._names, strict=True)]
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
+        self.needs = frozenset(n for f, c in zip(functions, self._columns, strict=True) if c for n in _needed(f))
+        """The rows' columns that a function must be called with; one that a row lacks is None."""
         self.reads_transcript = any(map(reads_transcript, functions))
         self.takes_lists = any(map(takes_lists, functions))
         self.cpu_bound = any(getattr(function, "cpu_bound", False) for function in functions)
@@ -77,7 +79,7 @@ class RewardFunctions:
                 return function(**{f"{name}s": [sample[name] for sample in samples] for name in names})
             return [function(**{name: sample[name] for name in names}) for sample in samples]
         infos = [sample["extra_info"] or {} for sample in samples]
-        names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
+        names = {name for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)} | self.needs
         columns: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
@@ -136,6 +138,12 @@ def one_each(scores: Any, number: int, name: str) -> list[Any]:
     if len(scores) != number:
         raise ValueError(f"{name} returned {len(scores)} scores for {number} samples")
     return list(scores)
+
+
+def _needed(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return needed - {"completions", "ground_truth", "prompts", TRANSCRIPT}
 
 
 def fields_for(function: Callable[..., Any]) -> tuple[str, ...]:

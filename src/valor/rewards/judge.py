@@ -79,15 +79,19 @@ class Judge:
             url = f"{self.url}/chat/completions"
             for attempts in range(1 + config.retries, 0, -1):
                 reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
-                choice = reply.json()["choices"][0]
-                if choice.get("finish_reason") != "length":
-                    score = self.read(choice["message"]["content"] or "")
-                    return RewardResult(score, {}, None, time.perf_counter() - began)
+                try:
+                    choice = reply.json()["choices"][0]
+                    text, is_cut = (
+                        str.strip(choice["message"]["content"] or ""),
+                        choice.get("finish_reason") == "length",
+                    )
+                except Exception:
+                    raise RuntimeError(f"no chat completion: {' '.join(reply.text.split())[:200]}") from None
+                if not is_cut:
+                    return RewardResult(self.read(text), {}, None, time.perf_counter() - began)
             reason = "the reply was cut at its limit: raise max_tokens in reward.reward_model.judge.request"
         except (TimeoutError, RuntimeError) as error:
             reason = str(error)
-        except Exception as error:
-            reason = f"the reply is no chat completion ({type(error).__name__})"
         return RewardResult(self.error_score, {}, f"judge: {reason}", time.perf_counter() - began)
 
     def ask(self, question: Question) -> str:

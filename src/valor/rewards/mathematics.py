@@ -16,7 +16,7 @@ from typing import Any
 from valor.rewards.answers import after_marks, boxed, final_answers
 from valor.rewards.deadline import run_within
 from valor.rewards.numerals import half_width
-from valor.rewards.quantities import CONJUNCTION, read_quantities, same_quantity
+from valor.rewards.quantities import CONJUNCTION, Unit, read_quantities, read_unit, same_quantity
 
 SECONDS = 1.3  # of computing, for one comparison by math-verify
 _MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is degenerate output, and wrong
@@ -80,11 +80,13 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     ),
     (re.compile(r"\\(?:mathrm|mathsf|operatorname)\s*(?=\{)"), r"\\text"),
     (re.compile(r"\\(lg|c?tg|arcc?tg)(?![a-z])"), lambda m: _OTHER_NAMES[m[1]]),
+    (re.compile(r"\\text\s*\{\s*(\([A-J]\))\s*\}\s*"), r"\1 "),
     (re.compile(r"\\text\s*\{\s*([-+]?\.?\d[^{}]*|\(?[A-J]\)?)\s*\}"), r"\1"),
     (
         re.compile(r"^\\?\{ ?([a-z]) ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\mid|\\vert|\||:) ?([^|:]*\1[^|:]*?)\\?\}$"),
         r"\2",
     ),  # {x | x > 1}
+    (re.compile(r"\{([^{}]*)\\choose([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"^\{([^{},]*)\}$"), r"\1"),
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?(?:或者?|和|与|以及) ?\}? ?(?=[-\w({\[\\])", re.A), " or "),
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?且 ?\}? ?(?=[-\w({\[\\])", re.A), " and "),
@@ -108,6 +110,7 @@ _NAME = re.compile(
     r" ?(?:=|\\approx) ?(?!.*=)"
 )
 _ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
+_BASE = re.compile(r"(?<=\d) ?_ ?\{? ?(\d+)")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
 _LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
@@ -122,6 +125,7 @@ _VERDICTS = [
     {"yes"}, {"no"}, {"true"}, {"false"}, {"正确", "对", "√", r"\sqrt", "是"},
     {"错误", "错", "不正确", "不对", "否", "不是", "×", r"\times"},
 ]  # fmt: skip
+_TEXT_UNIT = re.compile(r" ?\\text ?\{ ?([^{}]+?) ?\}(?: ?\^ ?\{?\d\}?)?$")
 _TRAILING_UNIT = re.compile(r"(?<=[\d})]) ?(?:\\text ?\{[^{}]*\}|[a-z]+|[\u4e00-\u9fff]{1,6})(?:\^\{?\d\}?)?$")
 
 
@@ -163,15 +167,22 @@ def equal(truth: str, answer: str) -> bool | None:
         return False
     if _characters(truth) == _characters(answer):
         return True
-    for compare in (_same_choice, _same_number, _same_words):
+    bases = [sorted(_BASE.findall(text)) for text in (truth, answer)]
+    if all(bases) and bases[0] != bases[1]:  # which math-verify does not read
+        return False
+    for compare in (_same_choice, _same_number):
         verdict = compare(truth, answer)
         if verdict is not None:
             return verdict
-    return None
+    return _same_words(*_without_units(truth, answer))
 
 
 def _characters(text: str) -> str:
-    return re.sub(r"\\(?:text|mathbb) ?\{([^{}]*)\}", r"\1", text).replace(" ", "")
+    return _plain_text(text).replace(" ", "")
+
+
+def _plain_text(text: str) -> str:
+    return re.sub(r"\\(?:text|mathbb) ?\{([^{}]*)\}", r"\1", text)
 
 
 def one_spelling(answer: str) -> str:
@@ -222,8 +233,8 @@ def _same_words(truth: str, answer: str) -> bool | None:
     if _NOTHING.fullmatch(truth) or _NOTHING.fullmatch(answer):
         return bool(_NOTHING.fullmatch(truth) and _NOTHING.fullmatch(answer))
     for verdict in _VERDICTS:
-        if truth.lower() in verdict:
-            return re.split(r"[\s,.:;]|because|因为|的", answer.lower())[0] in verdict
+        if _plain_text(truth).lower() in verdict:
+            return re.split(r"[\s,.:;]|because|因为|的", _plain_text(answer).lower().strip())[0] in verdict
     if not _has_words(truth):
         return False if _has_words(answer) else None
     if _words(truth) in (_words(answer), _words(_PREDICATE.sub("", answer))):
@@ -265,6 +276,19 @@ def _same_number(truth: str, answer: str) -> bool | None:
     return not answers
 
 
+def _without_units(truth: str, answer: str) -> tuple[str, str]:
+    """Formulas without a unit at their end that only one of them has, or that is the same."""
+    formulas, units = zip(*map(_unit_apart, (truth, answer)), strict=True)
+    return formulas if None in units or units[0] == units[1] else (truth, answer)
+
+
+def _unit_apart(text: str) -> tuple[str, Unit | None]:
+    match = _TEXT_UNIT.search(text)
+    unit = read_unit(match[0]) if match else None
+    is_one = match and unit and (unit[1].dimensions or match[1].endswith(("unit", "units"))) and unit[0] == 1
+    return (text[: match.start()], unit[1]) if is_one else (text, None)
+
+
 def is_too_large(text: str) -> bool:
     """Whether parsing or evaluating the text could take long."""
     depths = accumulate((c in "([{") - (c in ")]}") for c in text[:_MAX_FORMULA])
@@ -276,7 +300,7 @@ def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
 
     Raises Undecided after `SECONDS`, and for a ground truth that is too large.
     """
-    pairs = [(clean(truth), clean(answer)) for truth, answer in pairs]
+    pairs = [_without_units(clean(truth), clean(answer)) for truth, answer in pairs]
     safe = [pair for pair in pairs if not any(map(is_too_large, pair))]
     if safe:
         same, forget = _library()

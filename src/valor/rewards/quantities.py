@@ -192,7 +192,9 @@ def same_quantity(truth: Quantity, answer: Quantity) -> bool:
 
 def _close(truth: Quantity, answer: Quantity) -> bool:
     gap = abs(truth.value - answer.value)
-    if gap == 0 or (answer.digits >= FLOAT_DIGITS and gap * 10**FLOAT_DIGITS <= abs(truth.value)):
+    # A whole number with all its digits is exact, however long.
+    is_float = answer.digits >= FLOAT_DIGITS and (answer.value.denominator > 1 or (answer.places or 0) < 0)
+    if gap == 0 or (is_float and gap * 10**FLOAT_DIGITS <= abs(truth.value)):
         return True
     rounding = truth.rounding
     if rounding is None or (answer.places is not None and (truth.digits < _SURE_DIGITS or answer.places <= rounding)):

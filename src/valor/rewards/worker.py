@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -215,6 +216,9 @@ def serve(
     # More grader processes than cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Graders may start processes, which a daemon may not; those know the grader's module, which none could import.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
     # What a grader forks has no way to answer in the place of this process.
     pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))

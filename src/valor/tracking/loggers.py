@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,18 +68,25 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Write the metrics of `step` (numbers, one-element arrays or histograms); on return they are flushed."""
         histograms = {key: value for key, value in metrics.items() if isinstance(value, Histogram)}
         numbers = {key: _number(key, value) for key, value in metrics.items() if key not in histograms}
-        for logger in self._loggers:
-            logger.log(step, numbers, histograms)
+        self._each(f"step {step}", lambda logger: logger.log(step, numbers, histograms))
 
     def trace(self, step: int, split: Split, samples: Sequence[Sample]) -> None:
         """Send samples of a step to every logger that takes them."""
-        for logger in self._loggers:
-            if isinstance(logger, Logger):
-                logger.trace(step, split, samples)
+        takers = (logger for logger in self._loggers if isinstance(logger, Logger))
+        self._each(f"samples of step {step}", lambda logger: logger.trace(step, split, samples), takers)
 
     def __exit__(self, *exc: object) -> None:
-        for logger in self._loggers:
-            logger.close()
+        self._each("the run's end", lambda logger: logger.close())
+
+    def _each(self, what: str, give: Callable[[Any], None], loggers: Iterable[Any] | None = None) -> None:
+        """A service that fails, as its server may, misses this; errors of other loggers are raised."""
+        for logger in self._loggers if loggers is None else loggers:
+            try:
+                give(logger)
+            except Exception as error:
+                if not isinstance(logger, Service):
+                    raise
+                say(f"{logger.name} has not got {what}, and the run goes on: {_first_line(error)}")
 
 
 class ConsoleLogger(Logger):
@@ -148,8 +155,7 @@ class Service(Logger):
         try:
             number = self.start(run, id_file.read_text(encoding="utf-8").strip() if resumed else None)
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"{self.name} could not start ({reason}): {self.advice}") from error
+            raise UserError(f"{self.name} could not start ({_first_line(error)}): {self.advice}") from error
         id_file.write_text(f"{number}\n", encoding="utf-8")
 
     def start(self, run: RunInfo, number: str | None) -> str:
@@ -307,6 +313,10 @@ def find_logger(name: str) -> Callable[[RunInfo], Logger]:
         hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}, and package.module:Name"
         raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
     return logger or load_object(name, "trainer.logger")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _number(key: str, value: Any) -> float | int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _add_reward_info, _failing_tool, _informative_rows
+from valor.collector.collector import _add_reward_info, _failing_tool, _informative_rows, _metric
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -287,3 +287,17 @@ def test_a_grader_that_could_not_decide_reports_nothing_to_learn_from():
     decided, undecided = RewardResult(1.0, {"a": 1.0}), RewardResult(-1.0, {"pred": "x"}, "why", kind="undecided")
     _add_reward_info(batch, [decided, undecided])
     assert component_scores(batch.objects["reward_info"], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
+
+
+def test_verl_s_score_is_that_before_the_length_penalty():
+    results = [RewardResult(-p, {"overlong_reward": -p}) for p in (0.0, 0.25)]  # both are wrong, one is longer
+    scores = torch.tensor([result.score for result in results])
+    chosen = {
+        name: _metric(
+            results,
+            scores,
+            PPOConfig.model_validate({"algorithm": {"filter_groups": {"enable": True, "metric": name}}}),
+        ).tolist()
+        for name in ("score", "acc", None)
+    }
+    assert chosen == {"score": [0, 0], "acc": [0, 0], None: [0, -0.25]}

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
+from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig, load
 from valor.config.inheritance import fill_inherited, inherited_from, lookup, single_source
 from valor.config.tree import fields, flatten, get_at, schema
+from valor.errors import UserError
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
@@ -99,3 +100,18 @@ def test_what_follows_is_no_key_and_has_its_sources_value():
     dumped = flatten(config.model_dump())
     assert not any(key.name in dumped for key in following)
     assert PPOConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "actor_rollout_ref.actor.fsdp_config.dtype=float16",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=0",
+    ],
+)
+def test_a_wrong_value_is_told_where_it_was_typed_alone(typed):
+    """Not of the keys that follow it, some of which no user sets."""
+    with pytest.raises(UserError) as caught:
+        load([typed])
+    assert str(caught.value).startswith(typed.partition("=")[0]) and "\n" not in str(caught.value)

@@ -155,6 +155,7 @@ def test_spellings_without_effect_say_why(given):
         ("data.video_key=videos", "prompts have text and images, no video and no audio: drop it"),
         (f"{R}.quantization=fp8", "generation is not quantized"),
         (f"{A}.state_masking=false", "what the policy is told is never trained on: leave it at true"),
+        (f"+{R}.repetition_penalty=1.05", "tokens are drawn by temperature, top_k and top_p"),
         (f"{R}.do_sample=false", "training rollouts are always sampled"),
         (f"{R}.data_parallel_size=2", "replicas follow from the processes"),
         ("critic.checkpoint.load_contents=[model,optimizer]", "a checkpoint is always read as a whole"),
@@ -171,9 +172,17 @@ def test_features_that_are_not_there_are_refused(given, reason):
 
 def test_features_that_are_not_asked_for_are_not_refused():
     off = [f"{A}.profiler.enable=False", "data.image_key=null", "distillation.enabled=False", f"{R}.quantization=null"]
-    off += [f"{R}.multi_turn.enable=False", "critic.checkpoint.async_save=False", "data.custom_cls.path=null"]
+    off += [
+        f"+{R}.min_p=0.0",
+        f"{R}.multi_turn.enable=False",
+        "critic.checkpoint.async_save=False",
+        "data.custom_cls.path=null",
+    ]
     loaded = load(off)
     assert loaded.config == PPOConfig() and loaded.notes == ()
+    assert [note.partition(": ")[2] for note in load([f"+{R}.repetition_penalty=1.0"]).notes] == [
+        "no effect: it is off"
+    ]
 
 
 def test_every_rule_is_about_something_that_is_not_a_key():

@@ -95,6 +95,14 @@ def test_functions_in_verls_form_for_batches_get_lists(tmp_path):
         RewardExecutor(custom=CustomFunction(str(path)))
 
 
+def test_a_column_that_a_row_lacks_is_none():
+    """Parquet and data sets have nulls in the rows' place."""
+    hinted = lambda completions, hint, level=0, **columns: [(hint[0], level)]  # noqa: E731
+    assert call([hinted], None, ("s", "a", None, {"hint": "x"})) == ("x", 0)
+    assert call([hinted], None, ("s", "a", None, {"level": 2})) == (None, [2])
+    assert RewardFunctions([hinted, verl_form]).needs == {"hint"}
+
+
 def test_a_whole_batch_is_one_call():
     rows = [("s", "a", None, {"level": 1}), ("s", "abcd", None, {"level": 2})]
     assert call([by_length], None, *rows) == [1, 8]

@@ -21,10 +21,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow]
 TIMEOUT = 1.5
 
 BEHAVIOURS = """
-import asyncio, os, signal, sys, time
+import asyncio, multiprocessing, os, signal, sys, time
 import sibling_of_rewards
 
 HELD = []
+
+def square(n):
+    return n * n
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     what = solution_str
@@ -42,6 +45,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "nan": return float("nan")
     if what == "none": return None
     if what == "text": return "1.0"
+    if what == "huge": return {"score": 1.0, "pred": 10**400}
+    if what == "pool":
+        with multiprocessing.Pool(2) as pool: return sum(pool.map(square, [1, 2]))
     if what == "no score": return {"acc": 1.0}
     if what == "grow":
         hold = []
@@ -100,6 +106,11 @@ def test_scores_come_back_in_order(executor: RewardExecutor) -> None:
     assert all(r.error is None and r.seconds >= 0 for r in results)
 
 
+def test_graders_may_have_processes_of_their_own(executor: RewardExecutor) -> None:
+    results = grade(executor, "pool", "good")
+    assert [(r.score, r.error) for r in results] == [(5.0, None), (1.0, None)]
+
+
 def test_no_samples_no_results(executor: RewardExecutor) -> None:
     assert executor.score([]) == []
 
@@ -112,6 +123,7 @@ def test_no_samples_no_results(executor: RewardExecutor) -> None:
         ("nan", "returned nan"),
         ("none", "returned None, not a number"),
         ("text", "returned '1.0', not a number"),
+        ("huge", "returned 1000000"),
         ("no score", "without 'score' (it has acc)"),
     ],
 )

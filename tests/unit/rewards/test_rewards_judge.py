@@ -46,7 +46,8 @@ class FakeServer:
                     with fake.lock:
                         fake.at_once -= 1
                 message = {"role": "assistant", "content": text, **fake.more}
-                self.reply(status, {"choices": [{"message": message, "finish_reason": next(fake.reasons, None)}]})
+                choice = {"message": message, "finish_reason": next(fake.reasons, None)}
+                self.reply(status, text if isinstance(text, dict) else {"choices": [choice]})
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -115,6 +116,9 @@ def test_a_passing_refusal_is_tried_again(server, status):
         ((503, "busy"), 3, "status 503"),
         ((400, "bad"), 1, "status 400"),
         ((200, "I would rather not say."), 1, "no score in the reply: 'I would rather not say.'"),
+        ((200, {"error": "overloaded"}), 1, 'judge: no chat completion: {"error": "overloaded"}'),
+        ((200, {"choices": []}), 1, 'no chat completion: {"choices": []}'),
+        ((200, [{"type": "text", "text": "Score: 4"}]), 1, "no chat completion: "),
         ((200, "Score: 1000000"), 1, "the score 1e+06 is outside 0 to 10"),
     ],
 )

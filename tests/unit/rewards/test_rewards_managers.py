@@ -13,6 +13,7 @@ BATCH = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
     if "raise" in solution_strs: raise ValueError("no")
     if "few" in solution_strs: return [1.0]
+    if "one number" in solution_strs: return 1.0
     if "numbered" in solution_strs: return {i: 1.0 for i, _ in enumerate(solution_strs)}
     if "no score" in solution_strs: return [None if s == "no score" else 0.5 for s in solution_strs]
     best = max(solution_strs, key=len)
@@ -46,8 +47,8 @@ def test_a_function_of_whole_batches_is_called_once(tmp_path: Path) -> None:
         assert [(r.score, "ValueError: no" in (r.error or "")) for r in raised] == [(-1.0, True)] * 2
         few = manager.score(samples("a", "few"))
         assert all("1 scores for 2 samples" in (r.error or "") for r in few)
-        numbered = manager.score(samples("a", "numbered"))
-        assert all("not a list with a score for each sample" in (r.error or "") for r in numbered)
+        for kind in ("one number", "numbered"):
+            assert all("not a list with a score for each" in (r.error or "") for r in manager.score(samples("a", kind)))
         one_without = manager.score(samples("a", "no score"))
         assert [(r.score, r.error is None) for r in one_without] == [(0.5, True), (-1.0, False)]
         assert manager.score([]) == []

@@ -190,6 +190,23 @@ def test_wandb_that_refuses_leaves_the_records_alone(tmp_path, monkeypatch):
     assert records(tmp_path) == [{"step": 1}]
 
 
+def test_a_service_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
+    fake = FakeWandb()
+
+    def unreachable(*_):
+        raise ConnectionError("no route to api.wandb.ai\nmore")
+
+    fake.init = lambda **_: types.SimpleNamespace(
+        id="1", define_metric=lambda *_, **__: None, log=unreachable, finish=unreachable
+    )
+    use_wandb(monkeypatch, fake)
+    with Tracker(["wandb", "file"], RunInfo(tmp_path)) as tracker:
+        tracker.log(1, {"loss": 1.0})
+    assert records(tmp_path) == [{"step": 1, "loss": 1.0}]
+    said = capsys.readouterr().out
+    assert "wandb has not got step 1, and the run goes on: no route to api.wandb.ai\n" in said and "end" in said
+
+
 def test_mlflow_gets_names_that_it_takes(tmp_path, monkeypatch):
     logged = {}
     fake = types.ModuleType("mlflow")
