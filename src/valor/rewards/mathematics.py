@@ -284,9 +284,10 @@ def _without_units(truth: str, answer: str) -> tuple[str, str]:
 
 def _unit_apart(text: str) -> tuple[str, Unit | None]:
     match = _TEXT_UNIT.search(text)
-    unit = read_unit(match[0]) if match else None
-    is_one = match and unit and (unit[1].dimensions or match[1].endswith(("unit", "units"))) and unit[0] == 1
-    return (text[: match.start()], unit[1]) if is_one else (text, None)
+    read = read_unit(match[0]) if match else None
+    if match and read and read[0] == 1 and (read[1].dimensions or match[1].endswith(("unit", "units"))):
+        return text[: match.start()], read[1]
+    return text, None
 
 
 def is_too_large(text: str) -> bool:
