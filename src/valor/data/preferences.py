@@ -70,7 +70,10 @@ class PreferenceDataset(Sequence[Preference]):
             logger.warning(message, num_cut, len(rows), texts.max_length)
         num_same = len(pairs) - len(self._pairs)
         if num_same == len(pairs):
-            raise UserError(f"{pairs[0].where}: its two texts are the same tokens, as those of all other pairs are")
+            raise UserError(
+                f"{pairs[0].where}: its two texts are the same tokens, as are those of all {len(pairs)} pairs of its "
+                "split: give others (those held out for validation follow from data.val_share and trainer.seed)"
+            )
         if num_same:
             logger.warning("%d of %d pairs are left out: their two texts are the same tokens", num_same, len(pairs))
         self._margins = [margin if pair.margin is None else pair.margin for pair in self._pairs]

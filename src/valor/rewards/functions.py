@@ -36,7 +36,7 @@ class RewardFunctions:
             raise UserError(f"reward_weights={weights}: give a list, with a number for each function") from None
         self._names = [getattr(function, "__name__", type(function).__name__) for function in functions]
         if len(set(self._names)) < len(self._names):
-            raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
+            raise UserError(f"reward functions have the same name ({', '.join(self._names)}): set a __name__ of each")
         self._columns = [_columns_of(*pair) for pair in zip(functions, self._names, strict=True)]
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
         self.needs = frozenset(n for f, c in zip(functions, self._columns, strict=True) if c for n in _needed(f))
@@ -101,6 +101,8 @@ class RewardFunctions:
         total, components, steps = 0.0, dict[str, Any](), list[Step]()
         for name, weight, score in zip(self._names, self._weights, scores, strict=True):
             if isinstance(score, Mapping):
+                if "score" not in score:
+                    raise ValueError(f"{name}() returned a dict without 'score' (it has {', '.join(map(str, score))})")
                 components |= {key: value for key, value in score.items() if key not in ("score", "step_rewards")}
                 steps += scaled(as_steps(score.get("step_rewards", ())), weight)
                 score = score["score"]

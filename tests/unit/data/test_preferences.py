@@ -175,7 +175,10 @@ def test_pairs_of_the_same_tokens_are_left_out_and_counted(tmp_path, caplog, tem
     assert [pair.chosen["content"] for pair in train] == ["So."] and len(train) == len(train.lengths) == 1
     assert "2 of 3 pairs are left out: their two texts are the same tokens" in caplog.text
     assert train.batch([0])["margin"].tolist() == [0.0]
-    with pytest.raises(UserError, match=r"p\.jsonl, line 1: its two texts are the same tokens"):
+    with pytest.raises(
+        UserError,
+        match=r"p\.jsonl, line 1: its two texts are the same tokens, as are those of all \d pairs of its split",
+    ):
         load_preferences(config_of(write(tmp_path / "p.jsonl", same)), texts)
 
 

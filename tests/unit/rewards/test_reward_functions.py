@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -101,6 +102,19 @@ def test_a_column_that_a_row_lacks_is_none():
     assert call([hinted], None, ("s", "a", None, {"hint": "x"})) == ("x", 0)
     assert call([hinted], None, ("s", "a", None, {"level": 2})) == (None, [2])
     assert RewardFunctions([hinted, verl_form]).needs == {"hint"}
+
+
+def test_several_partials_have_names_that_one_gives_them():
+    def biased(completions, bias):
+        return [{"bias": bias}] if bias < 0 else [bias] * len(completions)
+
+    few, many = partial(biased, bias=1.0), partial(biased, bias=2.0)
+    with pytest.raises(UserError, match="same name"):
+        RewardFunctions([few, many])
+    few.__name__, many.__name__ = "few", "many"  # type: ignore[attr-defined]
+    assert call([few, many], None, ("s", "a", None, {})) == {"score": 3.0, "few": 1.0, "many": 2.0}
+    with pytest.raises(ValueError, match=r"partial\(\) returned a dict without 'score' \(it has bias\)"):
+        call([partial(biased, bias=-1.0), many], None, ("s", "a", None, {}))
 
 
 def test_a_whole_batch_is_one_call():
