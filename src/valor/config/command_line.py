@@ -138,10 +138,11 @@ def overrides(root: type[BaseModel], settings: Mapping[str, Any]) -> list[str]:
     A name is a key with `.` or `__` between its parts, or the end of one key alone: `train_batch_size`, `rollout.n`.
     A dict under the name of a section sets keys of it. UserError: a name that several keys end with.
     """
-    return [f"{key}={_written(_plain(value, key))}" for key, value in _keys(root, settings)]
+    return [f"{key}={written(_plain(value, key))}" for key, value in _keys(root, settings)]
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A value as an override writes it, without quotes where it needs none."""
     return value if isinstance(value, str) and _BARE.fullmatch(value) else literal(value)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from valor.config.command_line import written
 from valor.data.files import write_parquet
 
 DATA_SOURCE = "valor/arithmetic"
@@ -58,7 +59,7 @@ class DataFiles:
     @property
     def settings(self) -> list[str]:
         """The files of an RL run, as settings of `valor ppo`."""
-        return [f"data.train_files={self.train}", f"data.val_files={self.val}"]
+        return [f"data.train_files={written(str(self.train))}", f"data.val_files={written(str(self.val))}"]
 
 
 def make_model(out_dir: Path | str, seed: int = 0, tokenizer: Any = None, initializer_range: float = 0.02) -> Path:

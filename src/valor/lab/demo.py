@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from valor.arguments import PATH, command, option
 from valor.config import load
+from valor.config.command_line import written
 from valor.lab import arithmetic, lookup, luck, walk
 from valor.report.page import build_report
 from valor.tracking.console import format_seconds, say
@@ -92,20 +93,22 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
 
 def sft_overrides(model: Path, files: arithmetic.DataFiles, run_dir: Path, seed: int) -> list[str]:
     """The warm start as settings of `valor sft`."""
-    data = [f"data.train_files={files.sft_train}", f"data.val_files={files.sft_val}"]
-    return [*_config(files, "sft", run_dir, seed), f"model.path={model}", *data]
+    paths = {"model.path": model, "data.train_files": files.sft_train, "data.val_files": files.sft_val}
+    settings = [f"{key}={written(str(path))}" for key, path in paths.items()]
+    return [*_config(files, "sft", run_dir, seed), *settings]
 
 
 def ppo_overrides(
     model: Path, files: arithmetic.DataFiles, run_dir: Path, algorithm: str = "ppo", seed: int = 0
 ) -> list[str]:
     """The RL run as settings of `valor ppo`: the same samples per step and per update for both algorithms."""
-    return [*_config(files, algorithm, run_dir, seed), f"actor_rollout_ref.model.path={model}", *files.settings]
+    path = f"actor_rollout_ref.model.path={written(str(model))}"
+    return [*_config(files, algorithm, run_dir, seed), path, *files.settings]
 
 
 def _config(files: arithmetic.DataFiles, name: str, run_dir: Path, seed: int) -> list[str]:
     config = [f"--config-path={Path(__file__).with_name('demo_config')}", f"--config-name={files.config_prefix}{name}"]
-    return [*config, f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
+    return [*config, f"trainer.seed={seed}", f"trainer.default_local_dir={written(str(run_dir))}"]
 
 
 def read_results(run_dir: Path) -> tuple[Results, Results]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from valor.agents.search.client import documents_text
 from valor.agents.search.index import Document, open_index
+from valor.config.command_line import written
 from valor.lab import arithmetic
 
 DATA_SOURCE = "searchR1_lookup"  # graded by Search-R1's rule
@@ -52,7 +53,7 @@ class DataFiles(arithmetic.DataFiles):
 
     @property
     def settings(self) -> list[str]:
-        return [*super().settings, f"retriever.corpus_path={self.corpus}"]
+        return [*super().settings, f"retriever.corpus_path={written(str(self.corpus))}"]
 
 
 def make_model(out_dir: Path | str, seed: int = 0) -> Path:

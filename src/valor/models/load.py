@@ -1,6 +1,7 @@
 """Policies, value models and tokenizers from Hugging Face directories or hub names, with errors a user can act on."""
 
 import importlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.dynamic_module_utils import init_hf_modules
+from transformers.utils import cached_file
 
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
@@ -34,6 +36,7 @@ from valor.models.policy import PolicyModel
 from valor.models.quantized import read_as_floats, whole_numbers, widen
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
+_OR_NONE: Any = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +55,9 @@ def load_tokenizer(
     source = _resolve(path)
     with _as_user_errors(path, "tokenizer"), quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        older = cached_file(source, "chat_template.json", **_OR_NONE)
+    if older is not None and not tokenizer.chat_template:  # of a vision model: transformers' processors alone read it
+        tokenizer.chat_template = json.loads(Path(older).read_bytes())["chat_template"]
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
         raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set {path_key}")

@@ -43,6 +43,17 @@ def test_the_warm_start_is_a_valid_sft_command_line(task, longest):
     assert (config.trainer.seed, config.trainer.default_local_dir) == (5, "run")
 
 
+def test_a_folder_of_any_name():
+    out = Path("mine, all = [yours] ~")
+    files = lookup.DataFiles(*(out / part for part in PARTS), out / "corpus", out / "other")
+    config = load(demo.ppo_overrides(out / "model", files, out / "ppo"), PPOConfig).config
+    assert config.trainer.default_local_dir == str(out / "ppo")
+    assert config.actor_rollout_ref.model.path == str(out / "model")
+    assert config.retriever.corpus_path == str(out / "corpus")
+    sft = load(demo.sft_overrides(out / "model", files, out / "sft", seed=0), SFTConfig).config
+    assert sft.data.train_files == [str(out / "sft_train.parquet")]
+
+
 def test_results_are_those_of_the_first_and_the_last_validation_and_step(tmp_path):
     key = "val-core/valor/arithmetic/reward/mean@1"
     rows = [

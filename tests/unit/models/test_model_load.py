@@ -158,6 +158,8 @@ def test_chat_template_is_required_only_when_asked(tmp_path):
         load_tokenizer(str(tmp_path), require_chat_template=True)
     given = load_tokenizer(str(tmp_path), custom_chat_template="{{ messages }}", require_chat_template=True)
     assert given.chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ \'old\' }}"}')  # of a processor
+    assert load_tokenizer(str(tmp_path), require_chat_template=True).chat_template == "{{ 'old' }}"
     save_tokenizer(tmp_path, chat_template="{{ 'hi' }}")
     assert load_tokenizer(str(tmp_path), require_chat_template=True).chat_template == "{{ 'hi' }}"
 
