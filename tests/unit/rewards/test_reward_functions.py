@@ -112,7 +112,7 @@ def test_several_partials_have_names_that_one_gives_them():
     with pytest.raises(UserError, match="same name"):
         RewardFunctions([few, many])
     few.__name__, many.__name__ = "few", "many"  # type: ignore[attr-defined]
-    assert call([few, many], None, ("s", "a", None, {})) == {"score": 3.0, "few": 1.0, "many": 2.0}
+    assert call([few, many], None, ("s", "a", None, {})) == {"score": 3.0, "step_rewards": [], "few": 1.0, "many": 2.0}
     with pytest.raises(ValueError, match=r"partial\(\) returned a dict without 'score' \(it has bias\)"):
         call([partial(biased, bias=-1.0), many], None, ("s", "a", None, {}))
 
