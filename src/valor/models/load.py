@@ -18,7 +18,7 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.dynamic_module_utils import init_hf_modules
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
