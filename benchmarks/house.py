@@ -202,7 +202,7 @@ def pages(house: House) -> dict[Path, str]:
     }
 
 
-_PLUMBING = {"__init__", "__main__", "errors", "user_files"}
+_PLUMBING = {"__init__", "__main__", "errors", "machine", "user_files"}
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ HOUSE = house.House(SOURCE.parent)
 FLOORS = {
     "errors": 0,
     "hub": 0,
+    "machine": 0,
     "user_files": 1,
     "http_client": 1,
     "arguments": 1,

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import logging
-import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -13,10 +12,11 @@ from weakref import WeakKeyDictionary
 
 from valor.agents.episode import EpisodeFailed
 from valor.errors import UserError
+from valor.machine import available_cores
 from valor.rewards.deadline import raise_in
 
 _log = logging.getLogger(__name__)
-_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_NUM_CORES = available_cores()
 
 _CORES = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 

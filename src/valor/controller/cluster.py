@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 import ray
 
-from valor.controller.placement import ResourcePool, available_cores
+from valor.controller.placement import ResourcePool
 from valor.controller.watchdog import Watchdog
 from valor.errors import TrainingStopped, UserError
+from valor.machine import available_cores
 
 _ANSWER_SECONDS = 5.0  # in which the head of a cluster answers
 

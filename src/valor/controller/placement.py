@@ -11,6 +11,7 @@ import torch
 from valor.config import PPOConfig, TrainerConfig
 from valor.controller.threads import threads_for
 from valor.errors import UserError, did_you_mean
+from valor.machine import available_cores
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.workers.roles import ROLES
 
@@ -77,11 +78,6 @@ def startable(placement: Placement) -> Placement:
             "install ray, or run one process (trainer.controller=local trainer.n_gpus_per_node=1)"
         )
     return placement
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None, *, beside: int = 0) -> Placement:

@@ -17,11 +17,11 @@ import torch
 
 from valor import __version__
 from valor.arguments import command, option
-from valor.controller.placement import available_cores
 from valor.errors import TrainingStopped, UserError
 from valor.hub import hub_answers
 from valor.lab import arithmetic
 from valor.lab.api import PPO
+from valor.machine import available_cores, memory
 from valor.models.linear import bfloat16_is_slow
 from valor.sandbox.box import SandboxError
 from valor.sandbox.levels import strongest_level
@@ -59,8 +59,8 @@ def _machine() -> Iterator[tuple[str, str]]:
     busy = psutil.cpu_percent(0.5) / 100 * (os.cpu_count() or 1)
     slow = "; products of bfloat16 are computed in float32" if not gpus and bfloat16_is_slow() else ""
     yield "devices", f"{each or 'no GPU'}; {cores}, {busy:.1f} cores busy with other work{slow}"
-    memory = psutil.virtual_memory()
-    yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    total, available = memory()
+    yield "memory", f"{available / GIB:.1f} of {total / GIB:.1f} GiB free"
     try:
         yield "sandbox", strongest_level()
     except SandboxError as error:

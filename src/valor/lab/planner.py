@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import psutil
 import torch
 
 from valor.config import PPOConfig, load
 from valor.errors import UserError
+from valor.machine import memory
 from valor.trainer.command import load_checked
 from valor.trainer.memory_plan import GIB, Estimate, Machine, estimate
 
@@ -61,12 +61,12 @@ def run(config: PPOConfig, settings: Sequence[str], gpus: int | None, nodes: int
     if actor.strategy == "megatron":
         raise UserError("valor plan is for roles trained by FSDP: leave out strategy=megatron")
     each = gpus or trainer.n_gpus_per_node or 1
-    device, memory = "cpu", psutil.virtual_memory().total / each
+    device, size = "cpu", memory().total / each
     if gpus:
-        device, memory = "cuda", 80 * GIB
+        device, size = "cuda", 80 * GIB
     elif torch.cuda.is_available():
-        device, memory = "cuda", float(torch.cuda.get_device_properties(0).total_memory)
-    machine = Machine(device, each * (nodes or trainer.nnodes), gib * GIB if gib else memory)
+        device, size = "cuda", float(torch.cuda.get_device_properties(0).total_memory)
+    machine = Machine(device, each * (nodes or trainer.nnodes), gib * GIB if gib else size)
     expected = estimate(config, machine)
     kind = "GPU" if machine.device == "cuda" else "process"
     print(f"memory of each of {machine.processes} x {kind} ({machine.memory / GIB:.1f} GiB)")

@@ -7,7 +7,6 @@ Threads are added while graders wait rather than compute.
 from __future__ import annotations
 
 import atexit
-import os
 import pickle
 import signal
 import threading
@@ -16,13 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from valor.machine import available_cores
 from valor.rewards import registry
 from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess
 from valor.rewards.worker import RewardResult, Sample, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
-_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_NUM_CORES = available_cores()
 _MAX_STARTS = 3  # processes in a row that die before they can grade: waiting samples are given up
 _CODE_SHARE = 0.8  # of the timeout for running code: a solution without an end is wrong, it is no error
 _CLOSED = "graders were shut down before this sample's turn"

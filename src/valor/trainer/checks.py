@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import psutil
 import torch
 from pydantic import BaseModel
 
@@ -17,6 +16,7 @@ from valor.config.tree import flatten, get_at, matches, nested
 from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool, startable
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
+from valor.machine import memory
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import offered_settings
@@ -67,10 +67,10 @@ def derived(config: BaseModel) -> dict[str, Any]:
             values["critic.enable"] = True
         if not config.trains_policy or "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
             return values
-        if config.trainer.device != "cpu" and (memory := gpu_bytes()):
+        if config.trainer.device != "cpu" and (size := gpu_bytes()):
             processes = (config.trainer.n_gpus_per_node or torch.cuda.device_count()) * config.trainer.nnodes
             filled = type(config).model_validate(nested(flatten(config.model_dump()) | values))
-            values |= token_budgets(filled, Machine("cuda", processes, memory))
+            values |= token_budgets(filled, Machine("cuda", processes, size))
     return values
 
 
@@ -166,7 +166,7 @@ def lacks_memory(config: Section) -> Iterator[str]:
     elsewhere = trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address")
     if elsewhere or "megatron" in (config.actor_rollout_ref.actor.strategy, critic.strategy):
         return
-    processes, available = trainer.n_gpus_per_node or 1, psutil.virtual_memory().available
+    processes, available = trainer.n_gpus_per_node or 1, memory().available
     machine = Machine("cpu", processes, available / processes)
     with suppress(UserError):  # a model that cannot be read: whoever loads it tells
         expected = estimate(config, machine)

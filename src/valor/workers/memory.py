@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+
+from valor.machine import memory
 
 _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -47,9 +48,9 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Give the memory of freed CPU tensors back to the kernel, where the libc is glibc and less than half of the
     machine's memory is available. Where more is, taking it anew would cost time for nothing."""
-    memory = psutil.virtual_memory()
+    total, available = memory()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None and memory.available < _SHORT * memory.total:
+    if trim is not None and available < _SHORT * total:
         trim(0)
 
 

@@ -300,7 +300,7 @@ def test_what_is_offloaded_is_pinned_where_there_is_room(room, monkeypatch):
     engine, calls, waits = tiny_engine(), [], []
     engine.forward_backward(BATCH, loss_fn(TOKENS))
     engine.optimizer_step()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room, total=room))
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     plain = torch.Tensor.to
     monkeypatch.setattr(

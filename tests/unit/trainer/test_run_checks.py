@@ -268,7 +268,7 @@ def test_a_rate_too_small_for_bfloat16_weights_is_told(argv, roles):
 )
 def test_a_run_that_needs_more_memory_than_is_available_is_told(gib, more, told, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib * GIB))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib * GIB, total=gib * GIB))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     model = arithmetic.make_model(tmp_path)
     lines = list(lacks_memory(load([f"actor_rollout_ref.model.path={model}", "data.train_batch_size=8", *more]).config))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
+from valor.machine import memory
 from valor.models import attention
 from valor.models.internals import drop_unreduced_gradients, forget_broken_pass
 from valor.models.linear import bfloat16_is_slow, compute_in_float32
@@ -223,7 +223,7 @@ class FSDPEngine(TrainingEngine):
         tensors = [(state, name, x) for state in states for name, x in state.items() if isinstance(x, Tensor)]
         moved = [*(self.module.parameters() if self._fsdp.param_offload else ()), *(x for _, _, x in tensors)]
         # A copy that need not be waited for goes to pinned memory, of which torch takes the next power of two.
-        pinned = 2 * sum(x.nbytes for x in moved) <= _MOST_PINNED * psutil.virtual_memory().available
+        pinned = 2 * sum(x.nbytes for x in moved) <= _MOST_PINNED * memory().available
         if self._fsdp.param_offload:
             self.module.to(device, non_blocking=pinned)
         for state, name, x in tensors:

@@ -3,13 +3,13 @@
 import importlib.util
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.errors import UserError
+from valor.machine import memory
 from valor.models.hf import cache_bytes_per_token
 from valor.models.load import load_model_config
 from valor.rollout.base import RolloutEngine
@@ -85,7 +85,7 @@ def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[
     block = options["block_size"]
     tokens = -(-options["max_model_len"] // block) * block * (rollout.max_num_seqs + 1)
     needed = per_token // rollout.tensor_model_parallel_size * tokens
-    share = int(rollout.gpu_memory_utilization * psutil.virtual_memory().total / world_size)
+    share = int(rollout.gpu_memory_utilization * memory().total / world_size)
     return min(needed, share)
 
 
