@@ -38,7 +38,7 @@ Size = tuple[int, int]  # samples a step, updates on them
 SIZES: dict[str, dict[Size, int]] = {  # steps at most
     "grpo": {(256, 1): 80, (128, 1): 120, (64, 1): 160, (64, 2): 120, (32, 1): 320, (32, 2): 240},
     "teacher": {(4, 1): 240, (2, 1): 320, (2, 2): 320},
-    "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 320},
+    "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 480},
 }
 GRPO = {"algorithm.adv_estimator": "grpo"}
 TEACH = {
