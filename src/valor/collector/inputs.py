@@ -141,7 +141,7 @@ class RunInputs:
                 names = ", ".join(TRUTHS)
                 logger.warning("no %s prompt has a ground truth (%s): the reward gets None%s", rows.split, names, near)
             lacking = []
-            if absent := sorted(self.rewards.needed_columns - rows.columns):
+            if (needed := self.rewards.needed_columns) and (absent := sorted(needed - rows.columns)):
                 near = did_you_mean(absent[0], rows.columns)
                 raise UserError(
                     f"the reward asks for '{absent[0]}', and no {rows.split} row has such a column (but "

@@ -78,15 +78,15 @@ class Tracker(AbstractContextManager["Tracker"]):
     def __exit__(self, *exc: object) -> None:
         self._each("the run's end", lambda logger: logger.close())
 
-    def _each(self, what: str, give: Callable[[Any], None], loggers: Iterable[Any] | None = None) -> None:
-        """A service that fails, as its server may, misses this; errors of other loggers are raised."""
+    def _each(self, subject: str, send: Callable[[Any], None], loggers: Iterable[Any] | None = None) -> None:
+        """`send` to each logger. A service whose server fails misses it; errors of other loggers are raised."""
         for logger in self._loggers if loggers is None else loggers:
             try:
-                give(logger)
+                send(logger)
             except Exception as error:
                 if not isinstance(logger, Service):
                     raise
-                say(f"{logger.name} has not got {what}, and the run goes on: {_first_line(error)}")
+                say(f"{logger.name} has not got {subject}, and the run goes on: {_first_line(error)}")
 
 
 class ConsoleLogger(Logger):
