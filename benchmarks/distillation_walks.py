@@ -3,7 +3,7 @@
     python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
 
 All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
-trained on half of the rooms and teaches that half. Students compare whole distributions: reverse KL, and Jensen-Shannon
+trained on half of the rooms and teaches that half. Students compare whole distributions: reverse KL, and forward KL
 where they are updated twice. Policies are scored exactly, by all walks from all rooms, after every second step. Tokens
 are the sampled ones up to the first such score that reaches the teacher's, less a hundredth of what can be won. Seed
 100 chooses each arm's samples a step and whether they serve one update or two; the seeds from 0 on are scored. No
@@ -38,7 +38,7 @@ Size = tuple[int, int]  # samples a step, updates on them
 SIZES: dict[str, dict[Size, int]] = {  # steps at most
     "grpo": {(256, 1): 80, (128, 1): 120, (64, 1): 160, (64, 2): 120, (32, 1): 320, (32, 2): 240},
     "teacher": {(4, 1): 240, (2, 1): 320, (2, 2): 320},
-    "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 480},
+    "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 320},
 }
 GRPO = {"algorithm.adv_estimator": "grpo"}
 TEACH = {
@@ -47,7 +47,7 @@ TEACH = {
     "distillation.distillation_loss.use_task_rewards": False,
     "actor_rollout_ref.rollout.n": 1,
 }
-LOSS = {1: "reverse_kl", 2: "jsd"}  # by updates
+LOSS = {1: "reverse_kl", 2: "forward_kl"}  # by updates
 
 
 @dataclass(frozen=True)

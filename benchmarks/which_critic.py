@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which critic, if any: GRPO, RLOO and PPO with several critics at equal tokens, on walks of eight doors.
+"""Which critic, if any: GRPO, RLOO, REINFORCE++ and PPO with several critics at equal tokens, on walks of eight doors.
 
     python benchmarks/which_critic.py [--seeds 8] [--parallel 2] [--out runs/which_critic] [--noise 0.5]
 
@@ -34,6 +34,7 @@ EXACT = Path(__file__).parents[1] / "examples" / "phases" / "exact_values.py"
 ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     CONTROL: ({"algorithm.adv_estimator": "grpo"}, WITHOUT_CRITIC),
     "RLOO": ({"algorithm.adv_estimator": "rloo"}, WITHOUT_CRITIC),
+    "REINFORCE++": ({"algorithm.adv_estimator": "reinforce_plus_plus"}, WITHOUT_CRITIC),
     "PPO": ({}, OWN_RETURNS),
     "PPO, residual": ({"critic.target": "residual"}, OWN_RETURNS),
     "PPO, anchored": ({"critic.target": "anchored"}, OWN_RETURNS),
