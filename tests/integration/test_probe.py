@@ -83,9 +83,10 @@ class _States:
 
     data_parallel_rank = 0
 
-    def states(self, rows: Batch, projection: StateProjection) -> torch.Tensor:
+    def states(self, rows: Batch, projection: StateProjection) -> tuple[torch.Tensor, torch.Tensor]:
         seen = torch.cat([rows["prompts"], rows["responses"]], 1).double().cumsum(1)[:, -rows["responses"].shape[1] :]
-        return torch.stack([seen.sin(), (1.7 * seen).cos(), (0.3 * seen).sin()], -1).float()
+        states = torch.stack([seen.sin(), (1.7 * seen).cos(), (0.3 * seen).sin()], -1)
+        return states.float(), -rows["responses"].float() / 10
 
 
 def _batches(seed: int) -> list[Batch]:

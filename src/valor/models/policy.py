@@ -54,19 +54,22 @@ class PolicyModel(RowReader):
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
-        returns, of rows as that policy reads them: its ranks may divide them in another way. projection: instead,
-        `states` [b, T, K], the projected hidden states before each response token.
+        returns, of rows as that policy reads them: its ranks may divide them in another way. projection: `log_probs`
+        at temperature 1, and `states` [b, T, K], the projected hidden states before each response token.
         """
         compact = rows if isinstance(rows, CompactRows) else self.compact(rows)
         if projection is not None:
-            layers = compact.read_by(self.hf.base_model, output_hidden_states=True).hidden_states
-            return {"states": compact.scatter(projection([compact.gather(layer) for layer in layers]))}
+            out = self._read(compact, output_hidden_states=True)
+            states = projection([compact.gather(layer) for layer in out.hidden_states])
+            product, options = self._product(compact, out), {"temperature": 1.0, "logit_map": self.logit_map}
+            log_probs = token_log_probs(product, compact.targets, **options).log_probs
+            return {"states": compact.scatter(states), "log_probs": compact.scatter(log_probs)}
         if as_reference:
             assert self.packed or compact.segments is None, "a reference that packs rows where its policy does"
-            return self._product(compact)
+            return self._product(compact, self._read(compact))
         with torch.no_grad():
             other = None if reference is None else reference(compact)
-        product, targets = self._product(compact), compact.targets
+        product, targets = self._product(compact, self._read(compact)), compact.targets
         options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
         compared: dict[str, Any] = {"reference": other, "divergence": divergence}
         columns = token_log_probs(product, targets, with_entropy=with_entropy, **compared, **options)._asdict()
@@ -76,14 +79,16 @@ class PolicyModel(RowReader):
             columns["hits"] = (likeliest(product) == targets).float()
         return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
 
-    def _product(self, compact: CompactRows) -> HeadProduct:
-        """At the positions that predict response tokens; the logits themselves where only the model's forward pass
-        knows them."""
+    def _read(self, compact: CompactRows, **options: Any) -> Any:
+        """The base model's output; all of the model's where only its own forward pass knows the logits."""
+        return compact.read_by(self.hf if self.logit_map is None else self.hf.base_model, **options)
+
+    def _product(self, compact: CompactRows, out: Any) -> HeadProduct:
+        """At the positions that predict response tokens, of what `_read` gave; the logits themselves if it has them."""
         if self.logit_map is None:
-            return HeadProduct(compact.gather(compact.read_by(self.hf).logits))
-        states = compact.read_by(self.hf.base_model).last_hidden_state
+            return HeadProduct(compact.gather(out.logits))
         head = self.hf.get_output_embeddings()
-        return HeadProduct(compact.gather(states), head.weight, head.bias)
+        return HeadProduct(compact.gather(out.last_hidden_state), head.weight, head.bias)
 
 
 def find_logit_map(hf: Any) -> LogitMap | None:

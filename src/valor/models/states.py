@@ -10,6 +10,7 @@ from torch.nn import functional
 
 _EXACT_POSITIONS = 16  # the others share a feature with those up to 9 % further on
 _POSITIONS_AN_OCTAVE = 8
+_LEAST = -12.0  # log-prob below which all tokens are equally unlikely
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,23 @@ class StateProjection:
         return sums * math.sqrt(self.size / total)
 
 
-def state_features(states: Tensor, longest: int) -> Tensor:
+def state_features(states: Tensor, log_probs: Tensor, mask: Tensor, longest: int) -> Tensor:
     """[b, T, D] float64 of projected states [b, T, K] before each response token: the state, the mean and the sum
-    (divided by `longest`) of the states of the response so far, and a 1 for the place in the response of at most
-    `longest` tokens. What is masked (observations) counts as part of the response."""
+    (divided by `longest`) of the states of the response so far, `_unlikely`, and a 1 for the place in the response of
+    at most `longest` tokens. What is masked (observations) counts as part of the response, but its log_probs [b, T] do
+    not: they say how far the policy's tokens are from all that the states' model would write."""
     states, width = states.double(), states.shape[1]
     count = torch.arange(1, width + 1, device=states.device)
     total = states.cumsum(1)
     places = functional.one_hot(_place(count).clamp(max=num_places(longest) - 1), num_places(longest))
-    parts = [states, total / count[:, None], total / longest, places.to(states).expand(len(states), -1, -1)]
-    return torch.cat(parts, -1)
+    parts = [states, total / count[:, None], total / longest, _unlikely(log_probs.double() * (mask != 0))]
+    return torch.cat([*parts, places.to(states).expand(len(states), -1, -1)], -1)
+
+
+def _unlikely(log_probs: Tensor) -> Tensor:
+    """[b, T, 2] log-prob of the token before each one, and the least so far; 0 before the first."""
+    before = functional.pad(log_probs, (1, -1)).clamp(min=_LEAST)
+    return torch.stack([before, before.cummin(1).values], -1)
 
 
 def num_places(longest: int) -> int:

@@ -70,10 +70,12 @@ class ActorWorker(ModelRole):
             )
         return Batch({"old_log_probs": out.pop("log_probs"), **out})
 
-    def states(self, rows: Batch, projection: StateProjection) -> Tensor:
-        """[B, T, K] projected hidden states before each response token; for a critic beside it."""
+    def states(self, rows: Batch, projection: StateProjection) -> tuple[Tensor, Tensor]:
+        """For a critic beside it: projected hidden states [B, T, K] before each response token, and the log-probs
+        [B, T] of the tokens."""
         with self.on_device() as engine:
-            return engine.forward(rows, **self._log_prob_limits, projection=projection)["states"]
+            out = engine.forward(rows, **self._log_prob_limits, projection=projection)
+        return out["states"], out["log_probs"]
 
     @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from valor import algorithms
 from valor.algorithms.ridge import Evidence, OnlineRidge
@@ -51,13 +52,13 @@ class ProbeCritic:
         """Number of the share of a batch that this rank computes."""
         return self._states_of.data_parallel_rank
 
-    @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
+    @Dispatch("dp", reads=(*ROW_FIELDS, "response_mask"), stays=("values",))
     def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
         """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token."""
-        rows = model_rows(batch)
-        longer = longer_rows(rows) if with_end else rows
+        rows, mask = model_rows(batch), batch["response_mask"]
+        longer, mask = (longer_rows(rows), functional.pad(mask, (0, 1))) if with_end else (rows, mask)
         values = torch.zeros(longer["responses"].shape)
-        for part, features in self._features(longer):
+        for part, features in self._features(longer, mask):
             values[part] = self._fit.predict(features).float().cpu()
         return Batch(state_values({"values": values}, rows, with_end=with_end))
 
@@ -66,7 +67,7 @@ class ProbeCritic:
         """Refit with a step's `returns` where `response_mask` is 1; metrics are of the step, over all ranks."""
         parts = [
             self._evidence(features, batch["returns"][part], batch["response_mask"][part])
-            for part, features in self._features(model_rows(batch))
+            for part, features in self._features(model_rows(batch), batch["response_mask"])
         ]
         return self._fit.learn(self._over_ranks(Evidence.total(parts)))
 
@@ -75,7 +76,7 @@ class ProbeCritic:
         """`update` whose forward pass also gives the `values` [B, T], and whose targets are the `estimator`'s, as in
         CriticWorker."""
         (name, options), parts, values = estimator, list[Evidence](), torch.zeros(batch["responses"].shape)
-        for part, features in self._features(model_rows(batch)):
+        for part, features in self._features(model_rows(batch), batch["response_mask"]):
             mask = batch["response_mask"][part]
             values[part] = self._fit.predict(features).float().cpu() * (mask != 0)
             present = {"values": values[part], "response_mask": mask}
@@ -110,14 +111,14 @@ class ProbeCritic:
         """The same as `save`: `critic.probe.path` reads it."""
         self.save(directory)
 
-    def _features(self, rows: Batch) -> Iterator[tuple[slice, Tensor]]:
+    def _features(self, rows: Batch, mask: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Parts of the rows with their features [b, T, D]; as many on each rank, the last ones may be empty."""
         each = max(1, _TOKENS // max(1, rows["responses"].shape[1]))
         for number in range(max_over_ranks(-(-len(rows) // each))):
             part = slice(number * each, (number + 1) * each)
             some = rows.take(range(*part.indices(len(rows))))
-            states = self._states_of.states(some, self._projection).to(self._device)
-            yield part, state_features(states, self._longest)
+            states, log_probs = (x.to(self._device) for x in self._states_of.states(some, self._projection))
+            yield part, state_features(states, log_probs, mask[part].to(self._device), self._longest)
 
     def _evidence(self, features: Tensor, returns: Tensor, mask: Tensor) -> Evidence:
         where = mask.to(self._device) > 0

@@ -47,10 +47,12 @@ class ReferenceWorker:
             out = engine.forward(rows, **self._limits, temperature=batch.meta["temperature"])
         return Batch({"ref_log_probs": out["log_probs"]})
 
-    def states(self, rows: Batch, projection: StateProjection) -> Tensor:
-        """[B, T, K] projected hidden states before each response token; for a critic beside it."""
+    def states(self, rows: Batch, projection: StateProjection) -> tuple[Tensor, Tensor]:
+        """For a critic beside it: projected hidden states [B, T, K] before each response token, and the log-probs
+        [B, T] of the tokens."""
         with self._role.on_device() as engine, engine.without_adapters():
-            return engine.forward(rows, **self._limits, projection=projection)["states"]
+            out = engine.forward(rows, **self._limits, projection=projection)
+        return out["states"], out["log_probs"]
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:
