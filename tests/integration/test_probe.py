@@ -78,6 +78,16 @@ def test_critics_beside_the_groups_mean(overrides, tmp_path, target, kind):
         assert main(overrides(tmp_path / "other", start, one_step)) == (2 if target == "residual" else 0)
 
 
+@pytest.mark.usefixtures("hosts")
+def test_a_fit_to_other_features_is_refused_in_a_line(overrides, tmp_path, capsys):
+    one_step = "trainer.total_training_steps=1"
+    assert main(overrides(tmp_path / "run", *PROBE, one_step)) == 0
+    start = f"critic.probe.path={tmp_path / 'run' / 'huggingface' / 'critic'}"
+    assert main(overrides(tmp_path / "next", *PROBE, one_step, start)) == 0
+    assert main(overrides(tmp_path / "other", *PROBE, one_step, start, "critic.probe.features=64")) == 2
+    assert "was fitted to" in capsys.readouterr().err
+
+
 class _States:
     """Hidden states that depend on a row's tokens alone."""
 

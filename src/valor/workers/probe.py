@@ -118,7 +118,15 @@ class ProbeCritic:
             part = slice(number * each, (number + 1) * each)
             some = rows.take(range(*part.indices(len(rows))))
             states, log_probs = (x.to(self._device) for x in self._states_of.states(some, self._projection))
-            yield part, state_features(states, log_probs, mask[part].to(self._device), self._longest)
+            features = state_features(states, log_probs, mask[part].to(self._device), self._longest)
+            fitted = self._fit.state["weights"].shape[-1] - 1 if self._fit.state else features.shape[-1]
+            if fitted != features.shape[-1]:
+                raise UserError(
+                    f"the critic in closed form was fitted to {fitted:,} features of a state, and here are "
+                    f"{features.shape[-1]:,}: use the same policy, critic.probe.features and data.max_response_length, "
+                    "or drop critic.probe.path"
+                )
+            yield part, features
 
     def _evidence(self, features: Tensor, returns: Tensor, mask: Tensor) -> Evidence:
         where = mask.to(self._device) > 0
