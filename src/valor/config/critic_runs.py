@@ -132,7 +132,7 @@ class SearchConfig(Section):
 
     out: PathStr = "search"
     """Folder for search.json and search.md."""
-    samples: list[PositiveInt] = key([1, 4, 16])
+    samples: Annotated[list[PositiveInt], Field(min_length=1)] = key([1, 4, 16])
     """N: answers from which one is chosen."""
 
 
