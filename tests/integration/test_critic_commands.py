@@ -258,6 +258,13 @@ def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(over
         (["critic", "score", "MODELS", "score.mc=4", "score.rollouts=x"], "score.mc"),
         (["critic", "score", "MODELS", "score.positions=1", "data.val_files=FILE"], "score.positions"),
         (["critic", "search", "MODELS", "data.val_files=FILE", "search.samples=[]"], "search.samples"),
+        (
+            [
+                *("critic", "score", "MODELS", "data.val_files=FILE", "critic.ensemble_size=2"),
+                "critic.model.value_head_init=normal",
+            ],
+            "critic.ensemble_size=2: one critic is asked here",
+        ),
         (["critic", "publish", "/nowhere", "/tmp/never-made"], "neither a checkpoint"),
     ],
 )

@@ -85,8 +85,8 @@ def results(answers: Batch, each: int, numbers: Sequence[int]) -> Iterator[dict[
 
 def choose(values: Sequence[float], answers: Sequence[str | None], how: str) -> int:
     """Which of the answers to take. best: the one of highest value; majority: one that most agree on; weighted: one
-    with the highest Σ of values. Votes: the first of the winner's, ties to the answer met first; None does not vote, and
-    where nobody votes the first answer counts."""
+    with the highest Σ of values. Votes: the first of the winner's, ties to the answer met first; None does not vote.
+    The first answer where nobody votes."""
     if how == "best":
         return max(range(len(values)), key=values.__getitem__)
     votes: dict[str, float] = defaultdict(float)
