@@ -16,7 +16,7 @@ from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
-from valor.tracking.metrics import Timer
+from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
 from valor.tracking.rundir import disk_errors, locked, write_run_info
 from valor.trainer.changes import changes
@@ -147,8 +147,12 @@ class Run(ABC):
         self._began, self._unsaved, self.skips.updating = True, deepcopy(self.state_dict()), False
         self.step += 1
         metrics = self.train_step()
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        self._unsaved, self.skips.updating = deepcopy(self.state_dict()) | {"unmeasured": numbers}, False
+        unmeasured = {
+            name: vars(value) if isinstance(value, Histogram) else value
+            for name, value in metrics.items()
+            if isinstance(value, int | float | Histogram)
+        }
+        self._unsaved, self.skips.updating = deepcopy(self.state_dict()) | {"unmeasured": unmeasured}, False
         return metrics
 
     @contextmanager
@@ -223,7 +227,8 @@ class Run(ABC):
             self.roles[role].load(checkpoint.folder / role)
         self.load_state_dict(checkpoint.state)
         self.record.best = None if self._is_measured_anew else checkpoint.state["best"]
-        self._unmeasured = checkpoint.state.get("unmeasured")
+        unmeasured = checkpoint.state.get("unmeasured") or {}
+        self._unmeasured = {k: Histogram(**v) if isinstance(v, dict) else v for k, v in unmeasured.items()}
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
         if self.finished:
             partly = (

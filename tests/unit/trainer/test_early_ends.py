@@ -15,6 +15,7 @@ from valor.controller.placement import resolve_pool
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
 from valor.tracking import diagnosis
+from valor.tracking.metrics import Histogram
 from valor.trainer import checkpoints
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 from valor.trainer.recorder import RunRecorder
@@ -66,7 +67,7 @@ class Counting(Run):
         self.skips.updating = True
         self.role.updates += 1
         self.at(self.step, "update")
-        return {"rows": sum(rows)}
+        return {"rows": sum(rows), "rows/histogram": Histogram(0.0, 1.0, rows)}
 
     def validates_now(self):
         return True
