@@ -316,7 +316,7 @@ IDS = {"prompt_ids": [1, 2], "response_ids": [3], "score": 1.0}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"score": float("nan")}, "line 1: the score must be a finite number, got nan"),
+        ({"score": float("nan")}, "line 1: the score must be a number, and finite, got nan"),
         ({"prompt_ids": "ab"}, "line 1: token 'a' is none of the"),
         ({"response_ids": [-1]}, "line 1: token -1 is none of the"),
         ({"prompt_ids": None}, "line 1: not a rollout"),

@@ -179,7 +179,7 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
         raise UserError(f"{where}: token {unknown[0]!r} is none of the {size} of this tokenizer")
     score = record.get("score")
     if not isinstance(score, bool | int | float) or not math.isfinite(score):
-        raise UserError(f"{where}: the score must be a finite number, got {score!r}")
+        raise UserError(f"{where}: the score must be a number, and finite, got {score!r}")
     objects = {name: record.get(name) for name in OBJECTS} | {
         "ground_truth": record.get("ground_truth", record.get("gts")),
         "reward_info": record.get("reward_info") or {},
