@@ -123,6 +123,16 @@ def test_a_refused_step_is_saved_although_none_was_due(ppo, tmp_path, counts):
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
 
 
+@pytest.mark.parametrize("score", ["array([0.5])", "array(0.5)", "float16(0.5)"])
+def test_a_score_of_numpy_is_a_number(score):
+    numpy = pytest.importorskip("numpy")
+    value = eval(f"numpy.{score}", {"numpy": numpy})
+    assert as_result(value, 0.0, 0.0).score == as_result({"score": value}, 0.0, 0.0).score == 0.5
+    for several in (numpy.array([0.5, 1.0]), numpy.array([[0.5]]), numpy.array([])):
+        with pytest.raises(TypeError, match="not a number"):
+            as_result(several, 0.0, 0.0)
+
+
 def test_components_of_numpy_and_torch_are_values():
     numpy = pytest.importorskip("numpy")
     given = {

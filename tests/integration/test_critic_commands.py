@@ -12,7 +12,9 @@ from runs import read_metrics
 from transformers import AutoModelForTokenClassification, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from valor.cli import main as valor
+from valor.collector.rollouts import read_rollouts
 from valor.config import CriticModelConfig
+from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.lab.publish import publish
 from valor.models.load import load_value_model
@@ -255,6 +257,14 @@ def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(over
         (["critic", "score", "MODELS"], "data.val_files"),
         (["critic", "score", "MODELS", "score.mc=4", "score.rollouts=x"], "score.mc"),
         (["critic", "score", "MODELS", "score.positions=1", "data.val_files=FILE"], "score.positions"),
+        (["critic", "search", "MODELS", "data.val_files=FILE", "search.samples=[]"], "search.samples"),
+        (
+            [
+                *("critic", "score", "MODELS", "data.val_files=FILE", "critic.ensemble_size=2"),
+                "critic.model.value_head_init=normal",
+            ],
+            "critic.ensemble_size=2: one critic is asked here",
+        ),
         (["critic", "publish", "/nowhere", "/tmp/never-made"], "neither a checkpoint"),
     ],
 )
@@ -298,6 +308,26 @@ def test_a_policy_is_published_with_its_card(tiny, without_valor, tmp_path, caps
         and "rloo, policy loss gspo" in card
     )
     assert without_valor(_code_of_card(out), cwd=out) is not None  # it ends well
+
+
+IDS = {"prompt_ids": [1, 2], "response_ids": [3], "score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"score": float("nan")}, "line 1: the score must be a number, and finite, got nan"),
+        ({"prompt_ids": "ab"}, "line 1: token 'a' is none of the"),
+        ({"response_ids": [-1]}, "line 1: token -1 is none of the"),
+        ({"prompt_ids": None}, "line 1: not a rollout"),
+        ({"input": "in other tokens"}, "line 1: its prompt_ids are not its input"),
+    ],
+)
+def test_a_row_that_is_no_rollout_of_this_policy_is_named(tiny, tmp_path, row, words):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(IDS | row) + "\n")
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_rollouts([str(file)], AutoTokenizer.from_pretrained(tiny["model"]))
 
 
 def test_rollouts_without_a_difference_are_refused(tiny, tmp_path, capsys):

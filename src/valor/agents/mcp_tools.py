@@ -3,33 +3,44 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
+
+import httpx2
 
 from valor.agents.tool_runner import exception_text
 from valor.agents.tool_sources import FunctionTool
 from valor.agents.tools import ToolResult
 from valor.errors import UserError
-from valor.http_client import LoopThread
+from valor.http_client import LoopThread, json_headers, past_proxies
 from valor.user_files import installed
 
 _START_SECONDS = 60.0  # a command may first install its server
+_HTTP_LIMITS = httpx2.Timeout(30.0, read=300.0)  # seconds; a call's own limit is tool_timeout
+_SESSION_LOST = (-32000, -32001, -32600)  # codes of a closed connection, and of servers that do not know the session
 
 
 def mcp_tools(
-    command: Sequence[str] | None = None, env: Mapping[str, str] | None = None, url: str | None = None
+    command: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    url: str | None = None,
+    api_key_env: str | None = None,
 ) -> list[FunctionTool]:
     """The tools of one server. All episodes of a process share one session, which is opened again when it was lost.
 
     `command` is a program and its arguments, which speaks over its standard input and output, with `env` beside a few
-    variables of ours (PATH, HOME, ...); `url` an address of streamable HTTP. UserError: not one of the two, the mcp
+    variables of ours (PATH, HOME, ...); `url` an address of streamable HTTP, which gets the key in the environment
+    variable `api_key_env` as a bearer token. UserError: not one of the two, the mcp
     package is not installed, or the server does not answer.
     """
     installed("mcp", "tools of MCP servers need the mcp package", "'valor-rl[agents]'")
-    if (command is None) == (url is None) or isinstance(command, str) or (env and url):
-        raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
+    if (command is None) == (url is None) or isinstance(command, str) or (env and url) or (api_key_env and command):
+        raise UserError(
+            "an MCP server is command: [program, arguments], with env: {...} if it needs one, or url, with api_key_env"
+        )
     variables = tuple((name, str(value)) for name, value in (env or {}).items())
-    connection = _connection(tuple(map(str, command or ())), variables, url)
+    connection = _connection(tuple(map(str, command or ())), variables, url, api_key_env)
     try:
         tools = connection.submit(connection.tools()).result(_START_SECONDS)
     except Exception as error:
@@ -46,9 +57,9 @@ class _Connection(LoopThread):
 
     _opened: asyncio.Future[Any]  # the client of the session
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, api_key_env: str | None = None) -> None:
         super().__init__()
-        self._target = target
+        self._target, self._api_key_env = target, api_key_env
         self._session: asyncio.Task[None] | None = None
         self._client: Any = None
         self._lost, self._opening = asyncio.Event(), asyncio.Lock()
@@ -72,13 +83,12 @@ class _Connection(LoopThread):
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
 
         client = await self._connected()
         try:
             answer = await client.call_tool(name, arguments)
         except Exception as error:
-            answered = isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+            answered = isinstance(error, MCPError) and error.code not in _SESSION_LOST
             if client is self._client and not answered:
                 self._lost.set()
             raise
@@ -102,19 +112,34 @@ class _Connection(LoopThread):
         from mcp import Client
 
         try:
-            async with Client(self._target) as client:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(Client(await self._transport(stack)))
                 opened.set_result(client)
                 await self._lost.wait()
         except Exception as error:
             if not opened.done():
                 opened.set_exception(error)
 
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        """To an address: by a client that sends the key, and asks servers of this network past proxies."""
+        from mcp.client.streamable_http import streamable_http_client
+
+        if not isinstance(self._target, str):
+            return self._target
+        http = httpx2.AsyncClient(
+            headers=json_headers(self._api_key_env), timeout=_HTTP_LIMITS, mounts=past_proxies(self._target)
+        )
+        return streamable_http_client(self._target, http_client=await stack.enter_async_context(http))
+
 
 @cache
-def _connection(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str | None) -> _Connection:
+def _connection(
+    command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str | None, api_key_env: str | None
+) -> _Connection:
     from mcp import StdioServerParameters
 
-    return _Connection(url or StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
+    target = url or StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env))
+    return _Connection(target, api_key_env)
 
 
 def _text(answer: Any) -> str:

@@ -6,6 +6,7 @@ A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B]
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -127,6 +128,12 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any, fits: Fits = lambda ids,
     """
     records = [(path, where, record) for path in _files(paths) for where, record in read_records(path)]
     rows = [_parse(record, where, tokenizer) for _, where, record in records]
+    for row, (_, where, record) in zip(rows[:1], records, strict=False):
+        if record.get("prompt_ids") and record.get("input") not in (None, tokenizer.decode(row["prompt"])):
+            raise UserError(
+                f"{where}: its prompt_ids are not its input in the tokenizer of actor_rollout_ref.model.path: give the "
+                "policy that wrote the rollouts"
+            )
     for row, (_, where, _) in zip(rows, records, strict=True):
         fits([*row["prompt"], *row["response"]], where)
     batch = Batch({}, {name: [row[name] for row in rows] for name in OBJECTS})
@@ -153,7 +160,7 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
 
 
 def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, Any]:
-    if "prompt_ids" in record and "response_ids" in record:
+    if record.get("prompt_ids") is not None and record.get("response_ids") is not None:
         prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
     elif "messages" in record and isinstance(record.get("response"), str):
         text = render(tokenizer, parse_messages(record["messages"], where, "messages"), where=where)
@@ -167,11 +174,12 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
     mask = record.get("response_mask") or [1] * len(response)
     if not prompt or not response or len(mask) != len(response):
         raise UserError(f"{where}: a rollout has a prompt, a response, and a mask as long as the response")
-    if max(*prompt, *response) >= len(tokenizer):
-        raise UserError(f"{where}: token {max(*prompt, *response)} is none of the {len(tokenizer)} of this tokenizer")
+    size = len(tokenizer)
+    if unknown := [token for token in (*prompt, *response) if not isinstance(token, int) or not 0 <= token < size]:
+        raise UserError(f"{where}: token {unknown[0]!r} is none of the {size} of this tokenizer")
     score = record.get("score")
-    if not isinstance(score, bool | int | float):
-        raise UserError(f"{where}: the score must be a number, got {score!r}")
+    if not isinstance(score, bool | int | float) or not math.isfinite(score):
+        raise UserError(f"{where}: the score must be a number, and finite, got {score!r}")
     objects = {name: record.get(name) for name in OBJECTS} | {
         "ground_truth": record.get("ground_truth", record.get("gts")),
         "reward_info": record.get("reward_info") or {},

@@ -9,6 +9,9 @@ from valor.config.base import PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
+_ONE_CRITIC = (
+    "critic.ensemble_size={}: one critic is asked here: set critic.ensemble_size=1, and critic.model.path to a member"
+)
 _POLICY_UPDATE = """
     actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.p*loss.* actor_rollout_ref.actor.clip_*
     actor_rollout_ref.actor.*entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.actor.positive*
@@ -121,6 +124,8 @@ class CriticScoreConfig(CriticRunConfig):
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
+        if self.critic.ensemble_size > 1:
+            yield _ONE_CRITIC.format(self.critic.ensemble_size)
         if self.score.rollouts is None and self.data.val_files is None:
             yield "a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts"
         if self.score.rollouts is not None and self.score.mc:
@@ -132,7 +137,7 @@ class SearchConfig(Section):
 
     out: PathStr = "search"
     """Folder for search.json and search.md."""
-    samples: list[PositiveInt] = key([1, 4, 16])
+    samples: Annotated[list[PositiveInt], Field(min_length=1)] = key([1, 4, 16])
     """N: answers from which one is chosen."""
 
 
@@ -150,6 +155,8 @@ class CriticSearchConfig(CriticRunConfig):
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from super().contradictions(at)
+        if self.critic.ensemble_size > 1:
+            yield _ONE_CRITIC.format(self.critic.ensemble_size)
         if self.data.val_files is None:
             yield "search answers held-out prompts: set data.val_files"
         if self.plays_episodes:

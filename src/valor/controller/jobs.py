@@ -48,7 +48,7 @@ def run_jobs(
     with closing(Watchdog()) as watchdog:
         try:
             while running or (waiting and not stopped):
-                if not stopped and (stopped := stopping()) and stopped != signal.SIGINT:  # which a terminal sends all
+                if not stopped and (stopped := stopping()):
                     _stop(process for process, _ in running.values())
                 unfinished = {job.name for job in [*waiting, *running]}
                 for job in [] if stopped else list(waiting):
@@ -114,4 +114,5 @@ def _start(job: Job, environment: dict[str, str]) -> subprocess.Popen[bytes] | N
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
             pass_fds=[lock.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is this process's to pass on, else it would count twice
         )

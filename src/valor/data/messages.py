@@ -13,6 +13,8 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 """The column with a row's own arguments of the chat template."""
 
 _HALF = re.compile("[\ud800-\udfff]")
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
@@ -40,6 +42,17 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
                 raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}")
         messages.append(message)
     return messages
+
+
+def transcript_turns(text: str) -> list[dict[str, str]]:
+    """The turns of `Human: … \\n\\nAssistant: …` as messages; none of a text that does not begin with `Human:`."""
+    first, *pieces = _TURN.split(text.lstrip())
+    if first or pieces[:1] != ["Human"]:
+        return []
+    return [
+        {"role": _ROLES[name], "content": content.strip()}
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
 
 
 def with_calls(message: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.files import read_records
-from valor.data.messages import kind_of, parse_messages, row_options
+from valor.data.messages import kind_of, parse_messages, row_options, transcript_turns
 from valor.data.prompts import Fits, tokenized
 from valor.data.reward_texts import Encoded, RewardTexts, text_rows
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
@@ -169,7 +169,9 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")
     answers, questions = [], []
     for key in (data.chosen_key, data.rejected_key):
-        *before, answer = parse_messages(record[key], where, key, text_role="assistant")
+        text = record[key]
+        turns = transcript_turns(text) if prompt is None and isinstance(text, str) else []
+        *before, answer = parse_messages(turns or text, where, key, text_role="assistant")
         if answer["role"] != "assistant":
             raise UserError(f"{where}: '{key}' must end with an assistant message")
         answers.append(answer)
@@ -177,7 +179,7 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     if None in questions:
         raise UserError(
             f"{where}: there is no prompt: give a column '{data.prompt_key}' (or set data.prompt_key), or whole chats "
-            f"in '{data.chosen_key}' and '{data.rejected_key}'"
+            f"(or transcripts that begin with 'Human:') in '{data.chosen_key}' and '{data.rejected_key}'"
         )
     if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from valor.data.messages import Messages
+from valor.data.messages import Messages, transcript_turns
 from valor.errors import UserError, did_you_mean
 from valor.user_files import installed
 
@@ -19,8 +19,6 @@ Record = Mapping[str, Any]
 
 PREFIX = "reasoning_gym/"
 QUESTION = "{question}"  # where a template takes the question
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
 _LETTERS = "ABCDEFGHIJ"
 _SIZE = 2**31 - 1  # a task makes any number of puzzles, each from (seed, index), when it is read
 
@@ -210,13 +208,8 @@ def _hh_rlhf(record: Record) -> Pair | None:
 
 def conversation(transcript: str) -> list[dict[str, str]]:
     """`\\n\\nHuman: … \\n\\nAssistant: …` as messages, up to the turn that the assistant is to write."""
-    first, *pieces = _TURN.split(transcript)
-    if first.strip() or not pieces:
+    if not (turns := transcript_turns(transcript)):
         raise ValueError(f"the conversation must begin with 'Human:', got {transcript!r:.60}")
-    turns = [
-        {"role": _ROLES[name], "content": content.strip()}
-        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 

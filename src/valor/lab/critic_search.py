@@ -65,17 +65,19 @@ class SearchRun:
 def results(answers: Batch, each: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A result for each method and N in `numbers`; `answers` has `each` to a prompt, of which the first N count.
 
-    An answer's value is that at its last token: V of the state in which all but that token is written.
+    An answer's value is that at its last token: V of the state in which all but that token is written. Votes need a
+    grader that reports `pred`; without one there are none.
     """
     values = answers["values"].gather(1, answers["response_lengths"][:, None] - 1).squeeze(1).tolist()
     read_as = [info.get("pred") for info in answers.objects["reward_info"]]  # by the graders; "": they found none
     texts = [None if answer == "" else answer for answer in read_as]
+    methods = {how: name for how, name in _CHOICES.items() if how == "best" or any(a is not None for a in read_as)}
     right, sampled = correct(answers).tolist(), answers["response_lengths"]
     read = sampled + answers["prompt_lengths"]
     for n in numbers:
         groups = [slice(i, i + n) for i in range(0, len(answers), each)]
         tokens, seen = (sum(int(count[group].sum()) for group in groups) / len(groups) for count in (sampled, read))
-        for how, method in _CHOICES.items():
+        for how, method in methods.items():
             verdicts = [right[group][choose(values[group], texts[group], how)] for group in groups]
             yield _result(method, n, verdicts, tokens, 0.0 if how == "majority" else seen)
         yield _result("any right (pass@N)", n, [any(right[group]) for group in groups], tokens, 0.0)
@@ -83,14 +85,15 @@ def results(answers: Batch, each: int, numbers: Sequence[int]) -> Iterator[dict[
 
 def choose(values: Sequence[float], answers: Sequence[str | None], how: str) -> int:
     """Which of the answers to take. best: the one of highest value; majority: one that most agree on; weighted: one
-    with the highest Σ of values. Votes: the first of the winner's, ties to the answer met first; None does not vote."""
-    if how == "best" or not any(answer is not None for answer in answers):
+    with the highest Σ of values. Votes: the first of the winner's, ties to the answer met first; None does not vote.
+    The first answer where nobody votes."""
+    if how == "best":
         return max(range(len(values)), key=values.__getitem__)
     votes: dict[str, float] = defaultdict(float)
     for value, answer in zip(values, answers, strict=True):
         if answer is not None:
             votes[answer] += 1.0 if how == "majority" else value
-    return answers.index(max(votes, key=votes.__getitem__))
+    return answers.index(max(votes, key=votes.__getitem__)) if votes else 0
 
 
 def _result(method: str, n: int, verdicts: Sequence[bool], sampled: float, read: float) -> dict[str, Any]:
@@ -110,4 +113,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         low, high = row["interval"] or (row["accuracy"], row["accuracy"])
         cost = f"{row['sampled']:,.1f} | {row['read']:,.1f}"
         lines.append(f"| {row['method']} | {row['n']} | {row['accuracy']:.3f} | {low:.3f} to {high:.3f} | {cost} |")
-    return "\n".join([*lines, "", "Tokens are means over the prompts; intervals are bootstraps over them."])
+    remark = "Tokens are means over the prompts; intervals are bootstraps over them."
+    if not any(row["method"] == _CHOICES["majority"] for row in rows):
+        remark += " Nothing was voted on: the grader reports no `pred`."
+    return "\n".join([*lines, "", remark])

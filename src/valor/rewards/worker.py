@@ -159,7 +159,7 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
         said = {str(k): v for k, v in value.items() if k not in ("score", "step_rewards") and v is not None}
         components = {name: _plain(component) for name, component in said.items()}
         value = value["score"]
-    number: Any = None if isinstance(value, str | bytes) else value  # which float() reads
+    number: Any = None if isinstance(value, str | bytes) else _unwrapped(value)  # texts are what float() reads
     try:
         score = float(number)
     except (TypeError, ValueError, RuntimeError):  # lists and tuples too, and arrays of several
@@ -183,9 +183,7 @@ def describe_error(error: BaseException) -> str:
 
 def _plain(value: Any) -> Any:
     """Numbers and texts as exactly Python's own types, anything else as text: the parent must be able to read it."""
-    if hasattr(value, "tolist"):  # of NumPy or torch
-        value = value.tolist()
-        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    value = _unwrapped(value)
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -193,6 +191,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__float__"):
         return float(value)
     return _text(value) if isinstance(value, str) else _text(repr(value))[:_MAX_TEXT]
+
+
+def _unwrapped(value: Any) -> Any:
+    """Of an array (of NumPy or torch) its numbers in Python's types: one, or lists of several."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value
 
 
 def _text(text: str) -> str:

@@ -94,8 +94,11 @@ def _length(config: PPOConfig | SupervisedConfig, unit: str) -> str:
         rows = None
     if rows is None:
         return f"{epochs} x ({unit} in the training data / {size:,}) steps"
+    about = ""
+    if isinstance(config, RMConfig) and config.data.val_files is None and config.data.train_max_samples <= 0:
+        about, rows = "about ", round(rows * (1 - config.data.val_share))  # prompts are held out, not pairs
     steps = _count(trainer.total_epochs * (rows // size), "step")
-    return f"{steps}: {epochs} of {_count(rows, unit.removesuffix('s'))}, {size:,} at a time"
+    return f"{about}{steps}: {epochs} of {about}{_count(rows, unit.removesuffix('s'))}, {size:,} at a time"
 
 
 def _critic_rows(config: CriticRunConfig) -> Rows:

@@ -102,7 +102,7 @@ class PPORun(Run):
         trainer = self.config.trainer
         if not (self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0))):
             return {}
-        metrics = self.validate()
+        metrics, self._unmeasured = self.validate(), None
         self.record.log(self.step, metrics)
         return metrics
 

@@ -25,15 +25,17 @@ _FIELD = re.compile(r"\{(\w+)\}")
 def filled(template: str, key: str, messages: Messages, columns: Mapping[str, Any]) -> Messages:
     """The messages, the last one as `template` has it: {prompt} is its text, other names are those of `columns`.
 
-    UserError: `key`, the template's, names a column that the row does not have, or the message is not text.
+    UserError: `key`, the template's, names a column that the row does not have (or null in it, as files of columns have
+    where a row lacks an entry), or the message is not text.
     """
     *before, last = messages
     if not isinstance(last["content"], str):
         raise UserError(f"{key} is for messages of plain text, and a row's last one has parts: drop it")
-    values = {**columns, "prompt": last["content"]}
+    values = {name: value for name, value in {**columns, "prompt": last["content"]}.items() if value is not None}
     if missing := [name for name in _FIELD.findall(template) if name not in values]:
         raise UserError(
-            f"{key} has {{{missing[0]}}} in it, and a row has no such column: it has {', '.join(sorted(values))}"
+            f"{key} has {{{missing[0]}}} in it, and a row has no such column, or null there: it has "
+            f"{', '.join(sorted(values))}"
         )
     return [*before, {**last, "content": _FIELD.sub(lambda field: str(values[field[1]]), template)}]
 

@@ -16,7 +16,7 @@ from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import Diverged, UserError
 from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
-from valor.tracking.metrics import Timer
+from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
 from valor.tracking.rundir import disk_errors, locked, write_run_info
 from valor.trainer.changes import changes
@@ -57,6 +57,7 @@ class Run(ABC):
         self._save_is_due = self._is_measured_anew = False
         self._began = False  # whether there was a first step
         self._unsaved: dict[str, Any] | None = None  # the driver's state after the last complete step
+        self._unmeasured: dict[str, Any] | None = None  # its metrics, where the run had ended before it was validated
 
     @abstractmethod
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
@@ -118,15 +119,16 @@ class Run(ABC):
             report_progress(self.step)
             yield self.before_steps()
             stopping = False
-            while not (self.finished or stopping):
+            while self._unmeasured or not (self.finished or stopping):
                 stop.at_once = False
                 with self._saved_at_an_early_end():
-                    metrics = self._next_step()
+                    metrics, self._unmeasured = self._unmeasured or self._next_step(), None
                     report_progress(self.step)
                     if self.validates_now():
                         metrics |= self.validate()
                     # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                     self.log(metrics)
+                    self._unsaved = self._unsaved and self._unsaved | {"unmeasured": None}
                     stopping = stop.signum is not None  # read once: a later signal belongs to the next step
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
@@ -145,7 +147,12 @@ class Run(ABC):
         self._began, self._unsaved, self.skips.updating = True, deepcopy(self.state_dict()), False
         self.step += 1
         metrics = self.train_step()
-        self._unsaved, self.skips.updating = deepcopy(self.state_dict()), False
+        unmeasured = {
+            name: vars(value) if isinstance(value, Histogram) else value
+            for name, value in metrics.items()
+            if isinstance(value, int | float | Histogram)
+        }
+        self._unsaved, self.skips.updating = deepcopy(self.state_dict()) | {"unmeasured": unmeasured}, False
         return metrics
 
     @contextmanager
@@ -220,6 +227,8 @@ class Run(ABC):
             self.roles[role].load(checkpoint.folder / role)
         self.load_state_dict(checkpoint.state)
         self.record.best = None if self._is_measured_anew else checkpoint.state["best"]
+        unmeasured = checkpoint.state.get("unmeasured") or {}
+        self._unmeasured = {k: Histogram(**v) if isinstance(v, dict) else v for k, v in unmeasured.items()}
         partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
         if self.finished:
             partly = (

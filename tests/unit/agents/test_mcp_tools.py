@@ -4,11 +4,13 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -24,8 +26,9 @@ from mcp_types import (
     TextResourceContents,
 )
 
+from json_http import JsonHandler
 from valor.agents.formats import ToolCall
-from valor.agents.mcp_tools import _Connection, _text, mcp_tools
+from valor.agents.mcp_tools import _Connection, _connection, _text, mcp_tools
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset, name_of
@@ -142,6 +145,61 @@ def test_a_server_at_an_address(address: str) -> None:
     assert call(toolset, "add", a=3, b=4).text == "7"
     assert call(toolset, "fail").error == "failed"
     assert call(toolset, "add", a=4, b=4).text == "8"
+
+
+def test_a_server_of_this_network_is_asked_past_a_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    _connection.cache_clear()
+    assert call(Toolset([function_source(mcp_tools(url=address))]), "add", a=3, b=4).text == "7"
+
+
+class Locked(JsonHandler):
+    """Refuses everything, and remembers the keys that came with it."""
+
+    keys: ClassVar[set[str | None]] = set()
+
+    def do_POST(self) -> None:
+        self.keys.add(self.headers["Authorization"])
+        self.reply(401, {})
+
+
+def test_a_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBERS_KEY", "secret")
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Locked)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(UserError, match="the MCP server http://127"):
+            mcp_tools(url=f"http://127.0.0.1:{http.server_port}/mcp", api_key_env="NUMBERS_KEY")
+    finally:
+        http.shutdown()
+        http.server_close()
+    assert Locked.keys == {"Bearer secret"}
+
+
+def test_a_session_that_a_restarted_server_does_not_know_is_opened_again() -> None:
+    from mcp import MCPError
+
+    opened = []
+
+    class Restarted(_Connection):
+        async def _hold(self, opening):
+            opened.append(self)
+            of_an_earlier_server = len(opened) == 1
+
+            async def call_tool(name, arguments):
+                if of_an_earlier_server:
+                    raise MCPError(-32600, "Session not found")
+                return SimpleNamespace(content=[], structured_content={"n": 1}, is_error=False)
+
+            opening.set_result(SimpleNamespace(call_tool=call_tool))
+            await self._lost.wait()
+
+    connection = Restarted("http://unused")
+    assert [asyncio.run(connection.call("n")).error for _ in range(3)] == ["failed", None, None]
+    assert len(opened) == 2
+    connection.close()
 
 
 @pytest.mark.parametrize(

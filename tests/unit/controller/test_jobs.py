@@ -1,6 +1,7 @@
 """Commands as jobs: their order, what they wait for, their errors, and one process at a time in a folder."""
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +76,41 @@ def test_a_request_to_stop_reaches_the_running_job(tmp_path):
     jobs = [job(tmp_path, "a", handler), job(tmp_path, "b")]
     ended = [(one.name, error) for one, error in run_jobs(jobs, stopping=stopping)]
     assert ended == [("a", "exit code 1: stopped")]
+
+
+COUNTS = """
+import signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: print("signal", flush=True))
+print("began", flush=True)
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    time.sleep(0.1)
+"""
+SWEEPS = """
+import sys
+from pathlib import Path
+from valor.controller.jobs import Job, run_jobs
+from valor.trainer.signals import StopRequest
+with StopRequest() as stop:
+    jobs = [Job("one", (sys.executable, "-c", sys.argv[2]), Path(sys.argv[1]))]
+    list(run_jobs(jobs, stopping=lambda: stop.signum))
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_each_ctrl_c_reaches_the_running_job_once(terminal, tmp_path):
+    """A run that gets one more than its user has typed gives up saving."""
+    process = subprocess.Popen([sys.executable, "-c", SWEEPS, str(tmp_path), COUNTS], start_new_session=True)
+    log = tmp_path / LOG_FILE
+    for count in range(2):
+        while not log.exists() or len(log.read_text().split()) <= count:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.3)
+        (os.killpg if terminal else os.kill)(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert log.read_text().split() == ["began", "signal", "signal"]
 
 
 @pytest.mark.timeout(30)

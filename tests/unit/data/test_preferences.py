@@ -47,11 +47,23 @@ def read(path: Path, **data) -> list:
         {**PAIR, "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "s"},
         {**PAIR, "prompt": "ignored", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        *(
+            {key: f"{start}Human: Why?\n\nAssistant: {says}" for key, says in (("chosen", "So."), ("rejected", "No."))}
+            | {"source": "s"}
+            for start in ("\n\n", "")
+        ),
     ],
 )
 def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
     (pair,) = read(write(tmp_path / "p.jsonl", row))
     assert (pair.prompt, pair.chosen, pair.rejected, pair.source) == ([USER], GOOD, BAD, "s")
+
+
+def test_a_transcript_may_end_with_an_empty_turn(tmp_path):
+    row = {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"}
+    (pair,) = read(write(tmp_path / "p.jsonl", row | {"rejected": row["chosen"][:-1]}))
+    assert [message["content"] for message in pair.prompt] == ["a", "b", "c"]
+    assert (pair.chosen["content"], pair.rejected["content"]) == ("d", "")
 
 
 @pytest.mark.parametrize("chat", [[], ["user"], ["system", "user"]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from valor.data.batch import Batch
-from valor.lab.critic_search import choose, results
+from valor.lab.critic_search import choose, results, table
 from valor.rollout.base import Output, SamplingParams
 from valor.user_files import load_file
 
@@ -99,7 +99,7 @@ def test_choices_by_hand():
     values, answers = [0.9, 0.2, 0.3, 0.1], ["7", "8", "8", None]
     assert [choose(values, answers, how) for how in ("best", "majority", "weighted")] == [0, 1, 0]
     assert choose([*values, 0.5], [*answers, "8"], "weighted") == 1
-    assert choose(values, [None] * 4, "majority") == 0
+    assert choose([0.1, 0.9], [None] * 2, "majority") == 0  # the critic has no say in a vote
 
 
 def test_results_by_hand():
@@ -121,3 +121,7 @@ def test_results_by_hand():
     answers.objects["reward_info"] = [{"pred": answer} for answer in ("", 0, "", "4")]  # "" is none, and 0 is one
     voted = {(row["method"], row["n"]): row for row in results(answers, 2, [2])}
     assert voted["majority vote", 2]["accuracy"] == 1.0
+    answers.objects["reward_info"] = [{}] * 4
+    without = list(results(answers, 2, [2]))
+    assert [row["method"] for row in without] == ["best-of-N", "any right (pass@N)"]
+    assert "the grader reports no `pred`" in table(without) and "`pred`" not in table(list(rows.values()))

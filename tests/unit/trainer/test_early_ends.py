@@ -15,6 +15,7 @@ from valor.controller.placement import resolve_pool
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
 from valor.tracking import diagnosis
+from valor.tracking.metrics import Histogram
 from valor.trainer import checkpoints
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 from valor.trainer.recorder import RunRecorder
@@ -41,7 +42,7 @@ class Role:
         return 10
 
     def export(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 class Counting(Run):
@@ -66,7 +67,7 @@ class Counting(Run):
         self.skips.updating = True
         self.role.updates += 1
         self.at(self.step, "update")
-        return {"rows": sum(rows)}
+        return {"rows": sum(rows), "rows/histogram": Histogram(0.0, 1.0, rows)}
 
     def validates_now(self):
         return True
@@ -119,7 +120,7 @@ def undisturbed(tmp_path_factory) -> dict:
     """What the driver knew at the end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert Counting(folder).fit() == 0
-    return open_checkpoint(folder / "global_step_10").state
+    return {"folder": folder, **open_checkpoint(folder / "global_step_10").state}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,21 @@ def test_the_last_complete_step_is_saved_and_goes_on_to_the_same_end(cause, plac
     again = Counting(tmp_path / "run")
     assert again.fit() == 0 and again.role.updates == 10
     assert open_checkpoint(tmp_path / "run" / "global_step_10").state["sampler"] == undisturbed["sampler"]
+
+
+@pytest.mark.parametrize("step", [4, 10])
+@pytest.mark.parametrize("cause", ["two signals", "a bad row"])
+def test_a_step_that_was_not_validated_is_validated_when_the_run_goes_on(step, cause, undisturbed, tmp_path, capsys):
+    assert last_line(Counting(tmp_path / "run", ends(step, "validate", by=CAUSES[cause])), capsys)[0] != 0
+    seen = []
+    again = Counting(tmp_path / "run", lambda *place: seen.append(place))
+    assert again.fit() == 0 and again.role.updates == 10
+    assert seen[:2] == [(step, "validate"), (step, "log")] and len(seen) == 2 + 4 * (10 - step)
+    files = [(folder / "metrics.jsonl").read_text() for folder in (undisturbed["folder"], tmp_path / "run")]
+    assert files[0] == files[1]
+    seen.clear()
+    assert Counting(tmp_path / "run", lambda *place: seen.append(place)).fit() == 0
+    assert not seen  # it is measured once
 
 
 @pytest.mark.parametrize(

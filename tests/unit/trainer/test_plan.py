@@ -2,7 +2,7 @@
 
 import pytest
 
-from valor.config import PPOConfig, SFTConfig, load
+from valor.config import PPOConfig, RMConfig, SFTConfig, load
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.trainer.command import run_command
@@ -176,5 +176,8 @@ def test_the_length_counts_the_rows_that_are_there(tmp_path):
     file.write_text("".join(f'{{"prompt": "p{i}", "answer": "a"}}\n' for i in range(70)))
     keys = [f"data.train_files={file}", "data.train_batch_size=32", "trainer.total_epochs=3"]
     assert row(plan(load(keys).config), "length") == "6 steps: 3 epochs of 70 prompts, 32 at a time"
+    pairs = [f"data.train_files={file}", "data.train_batch_size=32", "data.val_share=0.1"]
+    held_out = "about 1 step: 1 epoch of about 63 pairs, 32 at a time"
+    assert row(plan(load(pairs, RMConfig).config), "length") == held_out
     few = plan(load([*keys, "data.train_max_samples=33"]).config)
     assert row(few, "length") == "3 steps: 3 epochs of 33 prompts, 32 at a time"
