@@ -81,7 +81,7 @@ WORK = [
     Request(f"r{i}", list(range(5, 15 + i // 2)), SamplingParams(0.8, max_tokens=40, ignore_eos=True), (3, 1, i))
     for i in range(4)
 ]
-FIRST = Request("first", [5, 6], SamplingParams(max_tokens=6, ignore_eos=True), (3, 1, 9))
+FIRST = Request("first", [5, 6], SamplingParams(max_tokens=20, ignore_eos=True), (3, 1, 9))  # while the others run
 
 
 def engine_of(*servers: Served, name: str = "sglang", **more: object) -> ServerEngine:
@@ -116,7 +116,7 @@ def test_sequences_that_go_on_with_other_weights(servers, tiny, group):
     server = servers.start("sglang")
     engine, models = engine_of(server), {version: changed(tiny["model"], version) for version in (4, 5)}
     sync(engine, models[4], 4)
-    server.set(slow=0.01)
+    server.set(slow=0.03)
     *cut, _ = served(engine, [*WORK, FIRST], aborted(WORK), at="first")
     lengths = [len(one.token_ids) for one in cut]
     assert all(0 < n < 40 for n in lengths) and {one.finish_reason for one in cut} == {"abort"}
