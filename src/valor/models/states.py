@@ -48,7 +48,7 @@ def state_features(states: Tensor, log_probs: Tensor, mask: Tensor, longest: int
     count = torch.arange(1, width + 1, device=states.device)
     total = states.cumsum(1)
     places = functional.one_hot(_place(count).clamp(max=num_places(longest) - 1), num_places(longest))
-    parts = [states, total / count[:, None], total / longest, _unlikely(log_probs.double() * (mask != 0))]
+    parts = [states, total / count[:, None], total / longest, _unlikely(log_probs.double().where(mask != 0, 0.0))]
     return torch.cat([*parts, places.to(states).expand(len(states), -1, -1)], -1)
 
 

@@ -69,7 +69,7 @@ def test_features_are_state_mean_sum_and_place():
 
 
 def test_features_tell_how_unlikely_the_response_so_far_is():
-    log_probs = torch.tensor([[-1.0, -3.0, -99.0, -2.0, -0.5]])
+    log_probs = torch.tensor([[-1.0, -3.0, -torch.inf, -2.0, -0.5]])
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]])  # the third token is an observation
     found = state_features(torch.zeros(1, 5, 1), log_probs, mask, 5)[0, :, 3:5]
     assert found.tolist() == [[0, 0], [-1, -1], [-3, -3], [0, -3], [-2, -3]]
