@@ -145,6 +145,7 @@ def test_a_scorecard_is_numbers_a_page_and_the_rollouts(scored, pretrained):
     assert 0 <= card["auc"]["low"] <= card["auc"]["value"] <= card["auc"]["high"] <= 1
     found = card["monte_carlo"]
     assert found["branches"] == 6 and found["responses"] == 8 and 8 <= found["points"] <= 24
+    assert [by["lam"] for by in found["lambdas"]] == [0.0, 0.5, 0.7, 0.9, 0.95, 1.0]
     assert f"<title>{model_name(card['critic'])}, scorecard" in (scored / "scorecard.html").read_text()
     lines = [json.loads(line) for line in (scored / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 48 and all(len(one["values"]) == len(one["response_ids"]) for one in lines)

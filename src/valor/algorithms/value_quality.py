@@ -75,3 +75,19 @@ def noise_ceiling(estimates: Tensor) -> float:
         return math.nan
     noise = float(estimates.double().var(1).mean()) / k
     return math.sqrt(max(0.0, 1.0 - noise / total))
+
+
+def advantage_quality(estimates: Tensor, before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Slope of advantage estimates on the true advantages (1: differences arrive in full, on average), and correlation.
+
+    estimates [N]; before, after [N, K]: K ≥ 2 independent samples of the values whose difference is the true advantage,
+    V(s) and Q(s, a). Their noise is taken out of the variance of the truth. NaN where it leaves nothing.
+    """
+    a, truth = estimates.double(), (after.double() - before.double()).mean(1)
+    if len(a) < 2 or before.shape[1] < 2:
+        return math.nan, math.nan
+    noise = float((before.double().var(1) + after.double().var(1)).mean()) / before.shape[1]
+    covariance, variance = torch.cov(torch.stack([a, truth])), float(truth.var()) - noise
+    if variance <= 0 or covariance[0, 0] <= 0:
+        return math.nan, math.nan
+    return float(covariance[0, 1]) / variance, float(covariance[0, 1]) / math.sqrt(float(covariance[0, 0]) * variance)

@@ -103,7 +103,7 @@ class ScoreConfig(Section):
     rollouts: PathList | None = None
     """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each validation prompt."""
     mc: NonNegativeInt = 0
-    """Branch rollouts from each chosen position: their mean outcome is what its value should be. 0: none."""
+    """Branch rollouts from before and behind each chosen token, whose mean outcomes are the true values. 0: none."""
     positions: Annotated[int, Field(ge=2)] = 5
     """Positions of a response from which branches start, evenly spaced from its first token to its last."""
     responses: PositiveInt = 64

@@ -58,7 +58,7 @@ class ScoreRun:
             "gamma": config.algorithm.gamma,
             "seed": config.trainer.seed,
             "command": self.command,
-            **scorecard(*_measure(config, self.placement)),
+            **scorecard(*_measure(config, self.placement), config.algorithm.gamma),
         }
         numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
         write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
@@ -114,6 +114,10 @@ def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, B
         chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
         lengths = rollouts["response_lengths"].tolist()
         points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
-        returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
+        behind = [(row, token + 1) for row, token in points if token + 1 < lengths[row]]
+        gamma = config.algorithm.gamma
+        returns, _ = branch_returns(collector, rollouts, points + behind, score.mc, gamma, BRANCH_STREAM)
         rows, tokens = torch.tensor(points).T
-        return rollouts, Branches(rows, tokens, returns)
+        after = rollouts["scores"][rows, None].repeat(1, score.mc)  # behind the last token
+        after[tokens + 1 < rollouts["response_lengths"][rows]] = gamma * returns[len(points) :]
+        return rollouts, Branches(rows, tokens, returns[: len(points)], after)

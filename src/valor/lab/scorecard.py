@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from valor.algorithms.gae import token_gae
+from valor.algorithms.reward_shaping import place_at_end, value_at_end
 from valor.algorithms.value_quality import (
+    advantage_quality,
     auc,
     calibration,
     calibration_error,
@@ -22,6 +25,7 @@ from valor.tracking.metrics import explained_variance, explained_variance_by_gro
 
 PLACES = 11  # relative positions: 0, 0.1, …, 1
 _RESAMPLES = 1000
+_LAMBDAS = (0.0, 0.5, 0.7, 0.9, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,16 @@ class Judged:
 
 @dataclass(frozen=True)
 class Branches:
-    """Monte-Carlo truth: returns [n, K] of K rollouts from the state before token `tokens` [n] of row `rows` [n]."""
+    """Monte-Carlo truth: returns [n, K] of K rollouts from the state before token `tokens` [n] of row `rows` [n], and
+    from the state behind it (`after`), discounted."""
 
     rows: Tensor
     tokens: Tensor
     returns: Tensor
+    after: Tensor
 
 
-def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any]:
+def scorecard(judged: Judged, branches: Branches | None = None, gamma: float = 1.0) -> dict[str, Any]:
     """All numbers as JSON values (None where one does not exist, such as the AUC when every answer is right).
 
     A response's verdict is the value at its last policy token, the state in which all but that token is written.
@@ -70,7 +76,7 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
             for q in range(PLACES)
         ],
         "turns": _by_turn(judged),
-        "monte_carlo": None if branches is None else _monte_carlo(judged, branches),
+        "monte_carlo": None if branches is None else _monte_carlo(judged, branches, gamma),
     }
 
 
@@ -117,7 +123,7 @@ def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:
     return {"ece": calibration_error(bins), "bins": bins}
 
 
-def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
+def _monte_carlo(judged: Judged, branches: Branches, gamma: float) -> dict[str, Any]:
     """Values against branch means, over all points and, by order alone, within each response."""
     values = judged.values[branches.rows, branches.tokens].double()
     truth = branches.returns.double().mean(1)
@@ -142,8 +148,17 @@ def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
             "high": high,
             "p": sign_flip_p([share - 0.5 for share in agreements]) if agreements else None,
         },
+        "lambdas": [_advantages(judged, branches, gamma, lam) for lam in _LAMBDAS],
         "scatter": {"value": values.tolist(), "truth": truth.tolist()},
     }
+
+
+def _advantages(judged: Judged, branches: Branches, gamma: float, lam: float) -> dict[str, float | None]:
+    """How well this λ's advantages tell the true ones: `slope` and `correlation` of `advantage_quality`."""
+    rewards = place_at_end(value_at_end(judged.returns, judged.mask), judged.mask)
+    advantages, _ = token_gae(rewards, judged.values, judged.mask, gamma, (lam, lam))
+    slope, correlation = advantage_quality(advantages[branches.rows, branches.tokens], branches.returns, branches.after)
+    return {"lam": lam, "slope": _finite(slope), "correlation": _finite(correlation)}
 
 
 def _with_interval(statistic: Callable[[Tensor], float], prompts: Sequence[int]) -> dict[str, float | None]:

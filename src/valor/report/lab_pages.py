@@ -119,7 +119,7 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         by_turn = [*_knowledge("turns", [turn["turn"] for turn in turns], turns, "turn", dtick=1)]
         content.append(section("turns", "By turn", by_turn))
     if card["monte_carlo"]:
-        content.append(section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
+        content.append(section("branches", "Against branch rollouts", [*_branches(card["monte_carlo"])]))
     return lab_page(
         content,
         title=f"{name}, scorecard",
@@ -184,12 +184,19 @@ def _few(point: Mapping[str, Any]) -> int:
     return min(point[side]["count"] if point[side] else 0 for side in _SIDES)
 
 
-def _branches(branches: Mapping[str, Any]) -> Figure:
+def _branches(branches: Mapping[str, Any]) -> Iterator[Figure]:
     scatter = branches["scatter"]
     states = [points(scatter["truth"], scatter["value"], "", _BLUE, mode="markers")]
     layout = {"xaxis": titled("mean return of the branches"), "yaxis": titled("value"), "showlegend": False}
     note = f"Each point a state; its truth is the mean of {branches['branches']} rollouts that start there."
-    return figure("scatter", "Value and truth", note, states, layout | {"shapes": [diagonal(states)]}) | {"wide": True}
+    yield figure("scatter", "Value and truth", note, states, layout | {"shapes": [diagonal(states)]}) | {"wide": True}
+    at = [quality["lam"] for quality in branches["lambdas"]]
+    lines = [
+        points(at, [quality[key] for quality in branches["lambdas"]], key, colour)
+        for key, colour in (("correlation", _BLUE), ("slope", _ORANGE))
+    ]
+    note = "Against true advantages: how alike they are, and how much of a difference arrives on average (1: all)."
+    yield figure("lambdas", "Advantages by λ", note, lines, {"xaxis": titled("λ")}) | {"wide": True}
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -208,6 +215,11 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "Correlation with branches", short(branches["correlation"]), ceiling
         p = "" if order["p"] is None else f", p {order['p']:.2g}"
         yield "Order of states right", short(order["mean"]), f"{_in_95(order)}; chance 0.5{p}"
+        known = {by["lam"]: by["correlation"] for by in branches["lambdas"] if by["correlation"] is not None}
+        if known:
+            best = max(known, key=known.__getitem__)
+            remark = f"correlation with the true advantages {short(known[best])}; {short(known.get(1.0))} at λ = 1"
+            yield "Best λ for one sample", f"{best:g}", remark
 
 
 def _in_95(estimate: Mapping[str, Any]) -> str:

@@ -1,11 +1,13 @@
 """The scorecard's numbers on responses small enough to work out by hand."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
 
 from valor.lab.scorecard import Branches, Judged, scorecard
+from valor.lab.walk import make_walk
 
 
 def judged(**changes) -> Judged:
@@ -84,6 +86,7 @@ def test_values_against_branches():
         tokens=torch.tensor([0, 1, 2, 0, 1, 0, 1]),
         # truth: ½, 1, 1 | 1, 0 | 1, 1
         returns=torch.tensor([[0.0, 1], [1, 1], [1, 1], [1, 1], [0, 0], [1, 1], [1, 1]]),
+        after=torch.ones(7, 2),
     )
     found = scorecard(judged(), branches)["monte_carlo"]
     assert found["points"] == 7 and found["responses"] == 3 and found["branches"] == 2
@@ -92,3 +95,55 @@ def test_values_against_branches():
     assert found["agreement"]["p"] == 1.0
     assert found["abs_error"] == pytest.approx((0 + 0.4 + 0.1 + 0.5 + 0.9 + 0.5 + 0.6) / 7, abs=1e-6)
     assert found["scatter"]["truth"] == [0.5, 1, 1, 1, 0, 1, 1]
+
+
+def test_advantages_by_lambda_against_all_walks():
+    """Walks of four doors taken at random, and a critic with an error of its own in each state: branches from sampled
+    walks give the slope and the correlation that all 256 walks have, at every λ, with γ = 1."""
+    walk, generator = make_walk(0, length=4, rooms=4), torch.Generator().manual_seed(0)
+    exact = torch.tensor(walk.to_go(uniform=True)[::-1]) / walk.length  # [doors taken, room]
+    errors = 0.05 * torch.randn(exact.shape, generator=generator, dtype=exact.dtype)
+    all_walks = []
+    for start, doors in product(range(4), product(range(2), repeat=4)):
+        rooms, gains = [start], []
+        for door in doors:
+            gains.append(walk.gains[rooms[-1]][door] / walk.length)
+            rooms.append(walk.leads[rooms[-1]][door])
+        all_walks.append((torch.tensor(rooms), torch.tensor(gains)))
+    rooms, gains = (torch.stack(part) for part in zip(*all_walks, strict=True))  # [64, 5], [64, 4]
+    steps = torch.arange(4)
+    gained = torch.cat([torch.zeros(64, 1), gains.cumsum(1)], 1)  # the outcome comes at the end: V counts what is won
+    states = exact[torch.arange(5), rooms] + gained
+    values = (exact + errors)[steps, rooms[:, :4]] + gained[:, :4]
+    truth, outcome = states[:, 1:] - states[:, :4], gained[:, -1]
+    rewards = torch.zeros(64, 4)
+    rewards[:, -1] = outcome
+    following = torch.cat([values[:, 1:], torch.zeros(64, 1)], 1)
+    td = rewards + following - values
+
+    drawn = torch.randint(64, (3000,), generator=generator)
+    rows, tokens = torch.arange(3000).repeat_interleave(4), steps.repeat(3000)
+
+    def branches(taken: torch.Tensor) -> torch.Tensor:
+        """Outcomes of four walks that begin as these do, up to so many doors."""
+        at, won = rooms[drawn[rows], taken][:, None].repeat(1, 4), gained[drawn[rows], taken][:, None].repeat(1, 4)
+        for step in range(4):
+            door = torch.randint(2, at.shape, generator=generator)
+            goes_on = (taken <= step)[:, None]
+            won = won + goes_on * torch.tensor(walk.gains)[at, door] / walk.length
+            at = torch.where(goes_on, torch.tensor(walk.leads)[at, door], at)
+        return won
+
+    sample = Judged(
+        values[drawn], outcome[drawn, None].repeat(1, 4), torch.ones(3000, 4), torch.ones(3000).bool(), [0] * 3000
+    )
+    found = scorecard(sample, Branches(rows, tokens, branches(tokens), branches(tokens + 1)))["monte_carlo"]["lambdas"]
+    for by in found:
+        advantages = torch.stack([(td[:, t:] * by["lam"] ** torch.arange(4 - t)).sum(1) for t in range(4)], 1)
+        covariance = torch.cov(torch.stack([advantages.flatten(), truth.flatten()]))
+        slope = covariance[0, 1] / covariance[1, 1]
+        correlation = covariance[0, 1] / (covariance[0, 0] * covariance[1, 1]).sqrt()
+        assert by["slope"] == pytest.approx(float(slope), abs=0.05)
+        assert by["correlation"] == pytest.approx(float(correlation), abs=0.04)
+    best = max(found, key=lambda by: by["correlation"])
+    assert found[0]["lam"] < best["lam"] < 1.0  # what an error costs and what noise costs, weighed

@@ -26,7 +26,7 @@ def card(*, branches: bool = True, all_right: bool = False) -> dict:
     truth = (torch.rand(160, 8, generator=generator) < values[rows, tokens, None]).float()
     if all_right:
         right = torch.ones_like(right)
-    found = Branches(rows, tokens, truth) if branches else None
+    found = Branches(rows, tokens, truth, truth.roll(1, 0)) if branches else None
     facts = {"critic": f"runs/{HOSTILE}", "policy": "runs/policy", "data": ["val.parquet"], "temperature": 1.0}
     numbers = scorecard(Judged(values, returns, mask, right, [i // 4 for i in range(120)]), found)
     return {**facts, "gamma": 1.0, "seed": 0, "command": f"valor critic score {HOSTILE}", **numbers}
@@ -36,7 +36,7 @@ def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
     full, bare = card(), card(branches=False, all_right=True)
     page = scorecard_page(full)
     assert f"{full['auc']['value']:.3f}" in page and HOSTILE not in page
-    assert 'id="plot-turns-auc"' in page and 'id="plot-scatter"' in page
+    assert 'id="plot-turns-auc"' in page and 'id="plot-scatter"' in page and 'id="plot-lambdas"' in page
     page = scorecard_page(bare)
     assert ">none</b>" in page and 'id="plot-scatter"' not in page
     assert "too few for an interval; 120 right and 0 wrong answers" in page and "none to none" not in page
