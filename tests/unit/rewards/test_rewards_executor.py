@@ -257,6 +257,22 @@ def test_a_pool_whose_idle_processes_were_killed_starts_again(executor: RewardEx
     assert [r.score for r in grade(executor, *["good"] * 10)] == [1.0] * 10
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_sample_whose_process_is_killed_from_outside_is_graded_again(number, tmp_path: Path) -> None:
+    """A batch system's SIGTERM goes to all processes of a job, while the run wants to end its step."""
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time\ndef compute_score(solution_str, **_):\n"
+        "    path = pathlib.Path(solution_str)\n    with path.open('a') as file: print(os.getpid(), file=file)\n"
+        "    time.sleep(20 if len(path.read_text().split()) == 1 else 0)\n    return 1.0\n"
+    )
+    with RewardExecutor(num_workers=1, timeout=60, custom=CustomFunction(str(tmp_path / "slow.py"))) as pool:
+        graded, pids = pool.submit(Sample("any", str(tmp_path / "pids"), "good", {})), tmp_path / "pids"
+        while not pids.exists() or not pids.read_text().strip():
+            time.sleep(0.02)
+        os.kill(int(pids.read_text()), number)
+        assert (graded.result(20).score, graded.result().error) == (1.0, None)
+
+
 def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:
     results = grade(executor, *["slow"] * 40)  # the other process has 2 s to start, if it must
     assert len({r.components["pid"] for r in results}) == 2

@@ -93,6 +93,11 @@ def ends(*where, by):
     return at
 
 
+@pytest.fixture(autouse=True)
+def every_signal_is_a_request(monkeypatch):
+    monkeypatch.setattr("valor.trainer.signals._ONE_REQUEST_SECONDS", 0.0)
+
+
 def twice():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -165,6 +170,13 @@ def test_an_error_that_nobody_expects_keeps_its_traceback_and_names_the_checkpoi
 def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
     run = Counting(tmp_path / "run", ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert last_line(run, capsys) == (128 + signal.SIGTERM, "")
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+def test_a_signal_that_comes_twice_within_a_second_is_one(tmp_path, capsys, monkeypatch):
+    """Of a batch system, to a run and to the sweep that passes it on; of `timeout`, to its command and to the group."""
+    monkeypatch.setattr("valor.trainer.signals._ONE_REQUEST_SECONDS", 1.0)
+    assert last_line(Counting(tmp_path / "run", ends(4, "collect", by=twice)), capsys) == (128 + signal.SIGTERM, "")
     assert CheckpointStore(tmp_path / "run").steps() == [4]
 
 
