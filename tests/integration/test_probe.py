@@ -100,8 +100,7 @@ def test_it_learns_from_the_features_that_it_predicts_by(overrides, tmp_path, mo
     monkeypatch.setattr(sys.modules["valor.algorithms.rollout_correction"], "rejection_mask", odd)
     less = {
         "turns": ["algorithm.gae_unit=turn", "algorithm.lam=1"],
-        "rejection": ["algorithm.rollout_correction.rollout_rs=token_k3"]
-        + ["algorithm.rollout_correction.rollout_rs_threshold=1"],
+        "rejection": [f"algorithm.rollout_correction.{x}" for x in ("rollout_rs=token_k3", "rollout_rs_threshold=1")],
     }[fewer]
     assert main(overrides(tmp_path / "run", *PROBE, *less, "trainer.total_training_steps=1")) == 0
     predicted, again = seen
