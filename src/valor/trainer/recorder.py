@@ -51,7 +51,7 @@ class RunRecorder:
 
     def __init__(self, config: PPOConfig | SupervisedConfig, command: str, loggers: Sequence[str]) -> None:
         self.config = config
-        self.run_dir = Path(config.trainer.default_local_dir).expanduser()
+        self.run_dir = Path(config.trainer.default_local_dir).expanduser().absolute()  # user code may change the folder
         self.checkpoints = CheckpointStore(self.run_dir, config.trainer.max_ckpt_to_keep)
         self.best: dict[str, float] | None = None
         self.best_is_new = False  # and wants a checkpoint of its own

@@ -106,6 +106,19 @@ def test_scores_come_back_in_order(executor: RewardExecutor) -> None:
     assert all(r.error is None and r.seconds >= 0 for r in results)
 
 
+def test_a_file_may_change_the_folder_of_its_graders_alone(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "words.txt").write_text("good")
+    (tmp_path / "graders" / "own.py").write_text(
+        "import os\nos.chdir(os.path.dirname(__file__))\n"
+        "def compute_score(solution_str, **_):\n    return float(open('words.txt').read() == solution_str)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with RewardExecutor(num_workers=1, custom=CustomFunction("graders/own.py")) as pool:
+        assert [(r.score, r.error) for r in grade(pool, "good", "bad")] == [(1.0, None), (0.0, None)]
+    assert Path.cwd() == tmp_path
+
+
 def test_graders_may_have_processes_of_their_own(executor: RewardExecutor) -> None:
     results = grade(executor, "pool", "good")
     assert [(r.score, r.error) for r in results] == [(5.0, None), (1.0, None)]

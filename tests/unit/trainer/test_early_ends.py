@@ -206,6 +206,13 @@ def test_a_signal_in_the_step_and_one_while_that_is_saved(tmp_path, capsys):
     assert CheckpointStore(tmp_path / "run").steps() == [4]
 
 
+def test_a_folder_that_user_code_changes_to_is_not_where_the_run_is(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Counting(Path("run"), ends(2, "collect", by=lambda: os.chdir("other"))).fit() == 0
+    assert CheckpointStore(tmp_path / "run").steps()[-1] == 10 and not any((tmp_path / "other").iterdir())
+
+
 PIPED = """
 import os, signal, sys
 from pathlib import Path
