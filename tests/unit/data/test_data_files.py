@@ -110,7 +110,7 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
     fails(tmp_path, "is a folder")
     fails("s3://bucket/a.parquet", "only local files")
     (tmp_path / "a.csv").write_text("x")
-    fails(tmp_path / "a.csv", "unknown kind of file", ".parquet", "valor data prepare custom --local")
+    fails(tmp_path / "a.csv", "unknown kind of file", ".parquet", "valor data prepare custom --local", "a.parquet')")
     (tmp_path / "typo.jsonl").write_text('{"qestion": "1+1=", "answer": "2"}\n')
     fails(tmp_path / "typo.jsonl", "'prompt'", "it has qestion, answer", "did you mean question?")
     for name in ("a.parquet", "a.jsonl", "a.json"):
