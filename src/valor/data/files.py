@@ -130,8 +130,8 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
     hint = (
-        f" (of prompts valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one, of "
-        f"other rows pandas.read_csv('{file}').to_parquet('{file.with_suffix('.parquet')}'))"
+        f" (of prompts valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one, "
+        f"of other rows pandas.read_csv('{file}').to_parquet('{file.with_suffix('.parquet')}'))"
         if file.suffix == ".csv"
         else ""
     )
