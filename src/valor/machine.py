@@ -1,5 +1,6 @@
 """Cores and memory of this machine that this process may use: a container or a batch job has limits of its own."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import psutil
 
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# By version of Linux's control groups: the limit, what is used of it, and in memory.stat the files' pages among that
+# By version of Linux's control groups. Of the cores' time: the microseconds per period, and the period.
+_TIME = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
+# Of memory: the limit, what is used of it, and in memory.stat the files' pages among that
 # which the kernel takes back first.
 _MEMORY = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -25,8 +28,14 @@ class Memory(NamedTuple):
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, or that are filled by the share of time that its container or job has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for controller, files in _TIME.items():
+        for group in _groups(controller):
+            with suppress(OSError, ValueError):  # no such group, or no limit ("max", and -1)
+                share, period = map(int, " ".join((group / file).read_text() for file in files).split())
+                cores = min(cores, math.ceil(share / period)) if share > 0 else cores
+    return cores
 
 
 def memory() -> Memory:

@@ -201,6 +201,10 @@ MISTAKES = {
         "distillation.teacher_models.other.key=b",
     ),
     "no teacher has that key (they have a): set": ("distillation.teacher_models.teacher_model.key=a",),
+    "a row has no 'subject' in extra_info, where": (
+        "distillation.teacher_models.teacher_model.key=a",
+        "distillation.teacher_key=subject",
+    ),
     "has {hint} in it, and a row has no such column": (
         "distillation.teacher_models.teacher_model.prompt_template='{prompt} {hint}'",
     ),

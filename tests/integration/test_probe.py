@@ -1,5 +1,6 @@
 """A critic in closed form, and critics of what a group's mean leaves, in whole runs."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from valor.config import PPOConfig
 from valor.data.batch import Batch
-from valor.models.states import StateProjection
+from valor.models.states import StateProjection, state_features
 from valor.trainer.main_ppo import main
 from valor.workers.host import RunFacts
 from valor.workers.probe import PROBE_FILE, ProbeCritic
@@ -76,6 +77,35 @@ def test_critics_beside_the_groups_mean(overrides, tmp_path, target, kind):
         start, one_step = f"critic.model.path={saved}", "trainer.total_training_steps=1"
         assert main(overrides(tmp_path / "next", *beside, start, one_step)) == 0
         assert main(overrides(tmp_path / "other", start, one_step)) == (2 if target == "residual" else 0)
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("fewer", ["turns", "rejection"])
+def test_it_learns_from_the_features_that_it_predicts_by(overrides, tmp_path, monkeypatch, fewer):
+    """Also where it learns at fewer tokens: what they are left out for is no part of a state."""
+    seen, learnt = [], []
+
+    def features(states, log_probs, mask, longest):
+        seen.append(state_features(states, log_probs, mask, longest))
+        return seen[-1]
+
+    def evidence(self, features, returns, mask):
+        learnt.append(int(mask.sum()))
+        return record(self, features, returns, mask)
+
+    record = ProbeCritic._evidence
+    monkeypatch.setattr("valor.workers.probe.state_features", features)
+    monkeypatch.setattr(ProbeCritic, "_evidence", evidence)
+    odd = lambda x, mask, *_: (mask * (torch.arange(mask.shape[1]) % 2), {})  # noqa: E731
+    monkeypatch.setattr(sys.modules["valor.algorithms.rollout_correction"], "rejection_mask", odd)
+    less = {
+        "turns": ["algorithm.gae_unit=turn", "algorithm.lam=1"],
+        "rejection": [f"algorithm.rollout_correction.{x}" for x in ("rollout_rs=token_k3", "rollout_rs_threshold=1")],
+    }[fewer]
+    assert main(overrides(tmp_path / "run", *PROBE, *less, "trainer.total_training_steps=1")) == 0
+    predicted, again = seen
+    assert torch.equal(predicted, again)
+    assert 0 < learnt[0] <= 16 * 8 / 2
 
 
 @pytest.mark.usefixtures("hosts")

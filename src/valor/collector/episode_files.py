@@ -20,7 +20,9 @@ class EpisodeFiles:
 
     def __init__(self, config: PPOConfig, agents: Agents | None) -> None:
         folders = config.trainer.episode_data_dir, config.actor_rollout_ref.rollout.agent.replay_dir
-        self._written, self._replayed = (Path(path).expanduser() if path and agents else None for path in folders)
+        self._written, self._replayed = (
+            Path(path).expanduser().absolute() if path and agents else None for path in folders
+        )
         self._agents = agents
         self._lines: list[str] = []
         self._file = ""

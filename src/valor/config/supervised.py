@@ -63,15 +63,15 @@ class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/trai
     """Column with the better response (text, or messages that end with it)."""
     rejected_key: str = "rejected"
     """Column with the worse response."""
-    margin_key: str | None = None
-    """Column with how much better the better response is; null takes loss.margin."""
+    margin_key: str | None = "margin"
+    """Column with how much better the better response is. Rows without one take loss.margin; null leaves it unread."""
 
 
 class RMLossConfig(Section):
     """The Bradley-Terry loss, -log sigmoid(chosen - rejected - margin)."""
 
     margin: NonNegativeFloat = 0.0
-    """By how much the better response has to win, in every pair (unless data.margin_key says it)."""
+    """By how much the better response has to win, in every pair (unless the column data.margin_key says it)."""
     center_coef: NonNegativeFloat = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual."""
 

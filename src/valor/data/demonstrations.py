@@ -107,9 +107,10 @@ class DemonstrationDataset(Sequence[Demonstration]):
 def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], set[int]]:
     """The row's messages, from its messages column or its prompt and response; and which of them are to be learnt."""
     prompt: list[dict[str, Any]] = []  # of which none is learnt
-    if data.messages_key in record:
+    has_pair = data.prompt_key in record and data.response_key in record
+    if data.messages_key in record and not (record[data.messages_key] is None and has_pair):
         chat = parse_messages(record[data.messages_key], where, data.messages_key)
-    elif data.prompt_key in record and data.response_key in record:
+    elif has_pair:
         response = record[data.response_key]
         if not isinstance(response, str):
             raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")

@@ -130,7 +130,8 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
     hint = (
-        f" (valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one)"
+        f" (of prompts valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one, "
+        f"of other rows pandas.read_csv('{file}').to_parquet('{file.with_suffix('.parquet')}'))"
         if file.suffix == ".csv"
         else ""
     )
@@ -162,6 +163,9 @@ def parse_row(
         raise UserError(
             f'{where}: \'reward_model\' must be {{"style": "rule", "ground_truth": ...}}, got {kind_of(reward_model)}'
         )
+    truth = reward_model.get("ground_truth")
+    if isinstance(truth, bytes):  # no grader would find an answer equal to it
+        raise UserError(f"{where}: the ground truth must be text or a number, got {kind_of(truth)}: decode the column")
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {kind_of(extra_info)}")
@@ -172,7 +176,7 @@ def parse_row(
         where=where,
         messages=parse_messages(record.get(prompt_key), where, prompt_key),
         data_source=source,
-        ground_truth=reward_model.get("ground_truth"),
+        ground_truth=truth,
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
         template=row_options(record, where),
@@ -226,6 +230,8 @@ def _parquet_records(
             names = parquet.schema_arrow.names
             _require_columns(str(file), names, required)
             columns = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
+            if twice := next((name for name in columns if names.count(name) > 1), None):
+                raise UserError(f"{file}: has two columns '{twice}': leave one of them out")
             batches = parquet.iter_batches(columns=columns)
             yield from ((f"{file}, row {i}", drop_nulls(row)) for i, row in enumerate(_rows_of(batches, str(file))))
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -24,6 +24,7 @@ from valor.errors import UserError
 logger = logging.getLogger(__name__)
 
 _HOLDOUT_STREAM = 4  # third word of a random key
+_MARGIN = RMDataConfig.model_fields["margin_key"].default  # the column that not every file has
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,11 @@ def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preferenc
     if not paths:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file of preference pairs")
     required = (data.chosen_key, data.rejected_key)
-    return [pair_of(record, where, data) for path in paths for where, record in read_records(path, required)]
+    pairs = [pair_of(record, where, data) for path in paths for where, record in read_records(path, required)]
+    if count := sum(pair.margin is not None for pair in pairs):
+        message = "%d of %d pairs are to be won by the margin in their column '%s' (data.margin_key)"
+        logger.warning(message, count, len(pairs), data.margin_key)
+    return pairs
 
 
 def preference_metrics(
@@ -185,8 +190,9 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
     margin = record.get(data.margin_key) if data.margin_key is not None else None
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and 0 <= margin < math.inf
-    if data.margin_key is not None and not is_number:
-        raise UserError(f"{where}: '{data.margin_key}' must be a number of at least 0, got {kind_of(margin)}")
+    if not is_number and (margin is not None or data.margin_key not in (None, _MARGIN)):
+        unread = "" if margin is None else " (data.margin_key=null leaves it unread)"
+        raise UserError(f"{where}: '{data.margin_key}' must be a number of at least 0, got {kind_of(margin)}{unread}")
     source, (chosen, rejected) = record.get("source"), answers
     named = "unnamed" if source is None else str(source)
     template = data.apply_chat_template_kwargs | row_options(record, where)

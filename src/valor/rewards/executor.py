@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import chdir
 from typing import Any
 
 from valor.machine import available_cores
@@ -23,6 +24,7 @@ from valor.rewards.worker import RewardResult, Sample, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = available_cores()
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)  # such as a batch system's to all processes of a job
 _MAX_STARTS = 3  # processes in a row that die before they can grade: waiting samples are given up
 _CODE_SHARE = 0.8  # of the timeout for running code: a solution without an end is wrong, it is no error
 _CLOSED = "graders were shut down before this sample's turn"
@@ -64,8 +66,10 @@ class RewardExecutor:
         custom: CustomFunction | None = None,
         memory_mb: int | None = None,
     ) -> None:
-        # A mistake in the file is the user's to see now, not a thousand errors later.
-        self._function: Callable[..., Any] | None = custom.load() if custom else None
+        # A mistake in the file is the user's to see now, not a thousand errors later. A folder that it changes to is
+        # that of its own process.
+        with chdir("."):
+            self._function: Callable[..., Any] | None = custom.load() if custom else None
         self.custom, self.timeout, self.error_score = custom, timeout, error_score
         self.num_workers, self.memory_mb = num_workers or _NUM_WORKERS, memory_mb
         self.most_workers = num_workers or _MOST_WORKERS
@@ -203,7 +207,7 @@ class RewardExecutor:
                 status = process.end()
                 if self._closed:
                     return self._error(_CLOSED), None
-                if status != -signal.SIGKILL or was_killed:  # a kill from outside is not the sample's fault, once
+                if -status not in _FROM_OUTSIDE or was_killed:  # that is not the sample's fault, once
                     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
                     return self._error(f"the grader ended its process ({how})", "crash"), None
                 was_killed = True

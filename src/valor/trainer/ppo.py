@@ -114,7 +114,7 @@ class PPORun(Run):
         profiler, step = self.config.global_profiler, self.step + 1
         if step not in (profiler.steps or ()):
             return super()._next_step()
-        folder = Path(profiler.save_path) / f"step_{step}"
+        folder = self.record.start / profiler.save_path / f"step_{step}"
         with self.roles.traced(Tracer(folder, profiler)):
             return super()._next_step()
 

@@ -46,12 +46,14 @@ def _version(package: str) -> str:
 class RunRecorder:
     """Writes to the run folder `trainer.default_local_dir`; nothing before `opened`.
 
-    loggers: names of those that get the metrics. best: {"step", "value"} of the best validation so far.
+    loggers: names of those that get the metrics. best: {"step", "value"} of the best validation so far. start: the
+    folder in which the process was started, which user code may leave.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig, command: str, loggers: Sequence[str]) -> None:
         self.config = config
-        self.run_dir = Path(config.trainer.default_local_dir).expanduser()
+        self.start = Path.cwd()
+        self.run_dir = self.start / Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, config.trainer.max_ckpt_to_keep)
         self.best: dict[str, float] | None = None
         self.best_is_new = False  # and wants a checkpoint of its own
@@ -193,7 +195,7 @@ class PPORecorder(RunRecorder):
                 self.say(sample_line(step, shown[0].prompt, "".join(shown[0].tokens), shown[0].reward))
         if folder is not None:
             row_scores = [score for score, episode in zip(scores, rows, strict=True) for _ in episode]
-            file = Path(folder).expanduser() / f"{step}.jsonl"
+            file = self.start / Path(folder).expanduser() / f"{step}.jsonl"
             write_rollouts(file, rollout_records(batch, row_scores, step, self._tokenizer))
 
     def _sample(self, batch: Batch, rows: Sequence[int], reward: float) -> Sample:

@@ -4,12 +4,17 @@ A step that is complete is saved all the same: a second one while it is being wr
 """
 
 import signal
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 from valor.errors import Interrupted
 from valor.tracking.console import get_console, say
+
+# A batch system signals every process of a job, `timeout` its command and then the group: to a run that a sweep has
+# started, or to the command itself, one request comes twice.
+_ONE_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
@@ -18,7 +23,8 @@ class StopRequest:
     With `at_once` (while there is no step to finish yet), at the second signal outside of `saving`, and at the third,
     Interrupted is raised in the main thread. From the first on the run does not end because nobody reads what it
     prints: Ctrl-C ends the `tee` behind it too. A signal that the process was started to ignore (SIGHUP under nohup)
-    stays ignored. Outside the main thread (where Python refuses signal handlers) no request is ever reported.
+    stays ignored, and one within a second of another is the same request. Outside the main thread (where Python refuses
+    signal handlers) no request is ever reported.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,7 +32,7 @@ class StopRequest:
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once, self.saving = at_once, False
         self.signum: int | None = None
-        self._count = 0
+        self._count, self._last = 0, float("-inf")
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -41,7 +47,9 @@ class StopRequest:
             signal.signal(s, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._count += 1
+        if time.monotonic() - self._last < _ONE_REQUEST_SECONDS:
+            return
+        self._count, self._last = self._count + 1, time.monotonic()
         if self.at_once or self._count > 1 + self.saving:
             raise Interrupted(signum)
         name, get_console().may_be_unread = signal.Signals(signum).name, True

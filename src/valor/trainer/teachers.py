@@ -54,6 +54,10 @@ def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Ma
         return 0
     key = data_source if config.teacher_key == "data_source" else str(extra_info.get(config.teacher_key))
     keys = [str(teacher.key) for teacher in config.teacher_models.values()]
+    if config.teacher_key not in ("data_source", *extra_info):
+        raise UserError(
+            f"a row has no '{config.teacher_key}' in extra_info, where distillation.teacher_key is looked up"
+        )
     if key not in keys:
         raise UserError(
             f"a row has {config.teacher_key}={key}, and no teacher has that key (they have {', '.join(keys)}): set "

@@ -23,10 +23,11 @@ from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.prompt_templates import critic_rows
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
+from valor.workers.probe import POLICY_MASK
 from valor.workers.roles import critic_names
 
 _ROWS = (*ROW_FIELDS, IMAGES, "response_mask", "episode")
-_CRITIC_COLUMNS = (*_ROWS, "values", "returns")
+_CRITIC_COLUMNS = (*_ROWS, "values", "returns", POLICY_MASK)
 _ACTOR_COLUMNS = (*_ROWS, ROUTES, "advantages", WEIGHTS, "positive")
 
 
@@ -191,7 +192,8 @@ class Critics:
         rows = critic_rows(batch)
         results = [self.roles[name].compute_values(rows, with_end=with_end) for name in self.names]
         if len(results) == 1:
-            return results[0], {}
+            read = {POLICY_MASK: batch["response_mask"]} if self.config.kind == "probe" else {}
+            return results[0].union(Batch(read)), {}
         stacked = {column: torch.stack([result[column] for result in results]) for column in results[0].tensors}
         mean = self.config.ensemble_reduce == "mean"
         out = {column: values.mean(0) if mean else values.amin(0) for column, values in stacked.items()}

@@ -27,6 +27,7 @@ from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import longer_rows
 
 PROBE_FILE = "probe.safetensors"
+POLICY_MASK = "policy_mask"  # column [B, T]: 1 at all tokens of the policy
 _TOKENS = 8192  # of a part of a batch: the features of so many are in memory at a time
 _BLOCK = 256  # rows of a matrix that ranks exchange at a time
 
@@ -64,10 +65,14 @@ class ProbeCritic:
 
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
-        """Refit with a step's `returns` where `response_mask` is 1; metrics are of the step, over all ranks."""
+        """Refit with a step's `returns` where `response_mask` is 1; metrics are of the step, over all ranks.
+
+        The features are those of the values, also where rejection or turns leave fewer tokens to learn from.
+        """
+        mask = batch["response_mask"]
         parts = [
-            self._evidence(features, batch["returns"][part], batch["response_mask"][part])
-            for part, features in self._features(model_rows(batch), batch["response_mask"])
+            self._evidence(features, batch["returns"][part], mask[part])
+            for part, features in self._features(model_rows(batch), batch.tensors.get(POLICY_MASK, mask))
         ]
         return self._fit.learn(self._over_ranks(Evidence.total(parts)))
 

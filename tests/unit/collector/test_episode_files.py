@@ -24,8 +24,11 @@ def files(key: str, folder: Path) -> EpisodeFiles:
     return EpisodeFiles(config, agents)
 
 
-def test_files_hold_a_step(tmp_path):
-    kept = files("trainer.episode_data_dir", tmp_path / "kept")
+def test_files_hold_a_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = files("trainer.episode_data_dir", Path("kept"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")  # as a tool may
     turn = Turn([5, 6], [-0.5, -0.25], (Span(2, 2),))
     rows = episode_rows([Episode((7, 3, 0), (turn,), "stop", [3, 4])])
     kept.begin("3")

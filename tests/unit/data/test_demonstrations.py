@@ -271,6 +271,12 @@ def test_a_prompts_own_turns_are_not_learnt(tmp_path: Path) -> None:
     assert learnt(CHATML, row) == [CHAT[1]["content"] + "<|end|>"]
 
 
+def test_the_column_of_messages_may_be_null_where_another_file_had_them(tmp_path: Path) -> None:
+    """As it is in a table that was joined of both kinds of rows."""
+    (row,) = demonstrations(CHATML, tmp_path / "c.parquet", messages=None, prompt=CHAT[:5], response="A3")
+    assert learnt(CHATML, row) == ["A3<|end|>"]
+
+
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"limit": {"default": None, "enum": [None, 1]}}}}
 
 

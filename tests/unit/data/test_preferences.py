@@ -85,9 +85,18 @@ def test_columns_may_have_other_names(tmp_path):
     assert (pair.chosen, pair.rejected, pair.source, pair.margin) == (GOOD, {**BAD, "content": ""}, "x", 2)
 
 
+def test_a_column_margin_is_read_as_trl_does(tmp_path, caplog):
+    path = write(tmp_path / "p.jsonl", {**PAIR, "margin": 2.5}, PAIR, {**PAIR, "margin": None})
+    assert [pair.margin for pair in read(path)] == [2.5, None, None]
+    assert "1 of 3 pairs are to be won by the margin in their column 'margin'" in caplog.text
+    assert [pair.margin for pair in read(path, margin_key=None)] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
+        (PAIR, {"margin_key": "strength"}, "'strength' must be a number of at least 0, got nothing"),
+        ({**PAIR, "margin": "much"}, {}, "got str .* \\(data.margin_key=null leaves it unread\\)"),
         ({**PAIR, "tools": ["f"]}, {}, "'tools' must be a list of function schemas"),
         ({**PAIR, "chat_template_kwargs": 3}, {}, "'chat_template_kwargs' must be a dictionary"),
         ({**PAIR, "chosen": "a\ud83d"}, {}, "'chosen' has half of a surrogate pair"),
@@ -116,7 +125,7 @@ def test_columns_may_have_other_names(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, row, data, message):
     with pytest.raises(UserError, match=message) as caught:
-        read(write(tmp_path / "p.jsonl", {**PAIR, "margin": 1}, row), **data)
+        read(write(tmp_path / "p.jsonl", {**PAIR, "margin": 1, "strength": 1}, row), **data)
     assert "p.jsonl, line 2" in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 

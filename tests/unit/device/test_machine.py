@@ -1,4 +1,4 @@
-"""Memory that a container or a batch job leaves to this process, from its control groups."""
+"""Memory and cores that a container or a batch job leaves to this process, from its control groups."""
 
 from types import SimpleNamespace
 
@@ -52,3 +52,26 @@ def test_what_uses_more_than_its_limit_has_nothing_left(here):
 def test_without_limits_it_is_the_machine(here):
     assert here("v2", "/user.slice", {}) == (64 * GIB, 48 * GIB)
     assert here("v2", "/user.slice", {"user.slice": ("max", GIB, 0)}) == (64 * GIB, 48 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("controller", "files", "cores"),
+    [
+        ("", {"job/cpu.max": "200000 100000\n", "cpu.max": "max 100000\n"}, 2),
+        ("", {"job/cpu.max": "max 100000\n", "cpu.max": "25000 50000\n"}, 1),
+        ("", {"job/cpu.max": "150000 100000\n"}, 2),
+        ("", {"job/cpu.max": "max 100000\n"}, 16),
+        ("", {"job/cpu.max": "9900000 100000\n"}, 16),
+        ("cpu", {"job/cpu.cfs_quota_us": "400000\n", "job/cpu.cfs_period_us": "100000\n"}, 4),
+        ("cpu", {"job/cpu.cfs_quota_us": "-1\n", "job/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)
+def test_a_share_of_time_is_as_many_cores(controller, files, cores, monkeypatch, tmp_path):
+    for name, text in files.items():
+        (tmp_path / controller / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / controller / name).write_text(text)
+    (tmp_path / "membership").write_text(f"{0}:{f'{controller},cpuacct' if controller else ''}:/job\n")
+    monkeypatch.setattr(machine, "_MOUNT", tmp_path)
+    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    assert machine.available_cores() == cores

@@ -106,6 +106,19 @@ def test_scores_come_back_in_order(executor: RewardExecutor) -> None:
     assert all(r.error is None and r.seconds >= 0 for r in results)
 
 
+def test_a_file_may_change_the_folder_of_its_graders_alone(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "words.txt").write_text("good")
+    (tmp_path / "graders" / "own.py").write_text(
+        "import os\nos.chdir(os.path.dirname(__file__))\n"
+        "def compute_score(solution_str, **_):\n    return float(open('words.txt').read() == solution_str)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with RewardExecutor(num_workers=1, custom=CustomFunction("graders/own.py")) as pool:
+        assert [(r.score, r.error) for r in grade(pool, "good", "bad")] == [(1.0, None), (0.0, None)]
+    assert Path.cwd() == tmp_path
+
+
 def test_graders_may_have_processes_of_their_own(executor: RewardExecutor) -> None:
     results = grade(executor, "pool", "good")
     assert [(r.score, r.error) for r in results] == [(5.0, None), (1.0, None)]
@@ -255,6 +268,22 @@ def test_a_pool_whose_idle_processes_were_killed_starts_again(executor: RewardEx
         os.kill(pid, signal.SIGKILL)
     time.sleep(0.3)
     assert [r.score for r in grade(executor, *["good"] * 10)] == [1.0] * 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_sample_whose_process_is_killed_from_outside_is_graded_again(number, tmp_path: Path) -> None:
+    """A batch system's SIGTERM goes to all processes of a job, while the run wants to end its step."""
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time\ndef compute_score(solution_str, **_):\n"
+        "    path = pathlib.Path(solution_str)\n    with path.open('a') as file: print(os.getpid(), file=file)\n"
+        "    time.sleep(20 if len(path.read_text().split()) == 1 else 0)\n    return 1.0\n"
+    )
+    with RewardExecutor(num_workers=1, timeout=60, custom=CustomFunction(str(tmp_path / "slow.py"))) as pool:
+        graded, pids = pool.submit(Sample("any", str(tmp_path / "pids"), "good", {})), tmp_path / "pids"
+        while not pids.exists() or not pids.read_text().strip():
+            time.sleep(0.02)
+        os.kill(int(pids.read_text()), number)
+        assert (graded.result(20).score, graded.result().error) == (1.0, None)
 
 
 def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:

@@ -1,8 +1,10 @@
 """The vLLM engine against full forward passes of the model whose weights it was given."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
@@ -101,6 +103,14 @@ def requests(count: int = 6, **params: float) -> list[Request]:
     """Samples of three prompts that share most of their tokens."""
     params = SamplingParams(max_tokens=12, **params)
     return [Request(f"r{i}", PROMPT[: 100 - i % 3], params, (7, 1, i)) for i in range(count)]
+
+
+def test_it_starts_where_what_is_printed_goes_to_no_file(start):
+    """As in notebooks, and where a library's caller collects what it prints."""
+    with redirect_stdout(StringIO()):
+        engine = start(tiny("tied"), max_num_seqs=15)
+    sync(engine, tiny("tied"), 1)
+    assert [len(output.token_ids) for output in engine.generate(requests(2, temperature=0.0))] == [12, 12]
 
 
 def until(output: Output, length: int) -> Output:

@@ -93,6 +93,11 @@ def ends(*where, by):
     return at
 
 
+@pytest.fixture(autouse=True)
+def every_signal_is_a_request(monkeypatch):
+    monkeypatch.setattr("valor.trainer.signals._ONE_REQUEST_SECONDS", 0.0)
+
+
 def twice():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -168,6 +173,13 @@ def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
     assert CheckpointStore(tmp_path / "run").steps() == [4]
 
 
+def test_a_signal_that_comes_twice_within_a_second_is_one(tmp_path, capsys, monkeypatch):
+    """Of a batch system, to a run and to the sweep that passes it on; of `timeout`, to its command and to the group."""
+    monkeypatch.setattr("valor.trainer.signals._ONE_REQUEST_SECONDS", 1.0)
+    assert last_line(Counting(tmp_path / "run", ends(4, "collect", by=twice)), capsys) == (128 + signal.SIGTERM, "")
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
 class Signalled(Role):
     """Gets signals while it is saved."""
 
@@ -192,6 +204,13 @@ def test_a_signal_in_the_step_and_one_while_that_is_saved(tmp_path, capsys):
     stops = ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert last_line(Counting(tmp_path / "run", stops, role=Signalled(1)), capsys)[0] == 128 + signal.SIGTERM
     assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+def test_a_folder_that_user_code_changes_to_is_not_where_the_run_is(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Counting(Path("run"), ends(2, "collect", by=lambda: os.chdir("other"))).fit() == 0
+    assert CheckpointStore(tmp_path / "run").steps()[-1] == 10 and not any((tmp_path / "other").iterdir())
 
 
 PIPED = """

@@ -45,13 +45,14 @@ def test_values_by_hand():
 
 
 def test_anchored_values_by_hand():
-    """They begin at the others' mean (0.5, 1, 0.5 and 0.5, 0) and change as the critic's do; it learns outcomes."""
+    """They begin at the others' mean (0.5, 1, 0.5 and 0.5, 0) and change as the critic's do; it learns outcomes. The
+    last one's first token is rejected: its second one has changed by then, as without a rejection."""
     rewards = [[0, 1], [0, 0], [0, 1], [0, 0], [0.5, 0]]
-    values = [[0.1, 0.2], [0.5, 0.0], [0.3, 0.0], [0.0, 0.25], [7.0, 0.25]]
+    values = [[0.1, 0.2], [0.5, 0.0], [0.3, 0.0], [0.0, 0.25], [0.75, 0.25]]
     mask = [[1, 1], [1, 1], [1, 1], [1, 1], [0, 1]]
     anchored = made(GroupBaseline, {}, critic={"target": "anchored"}, actor_rollout_ref={"rollout": {"n": 3}})
     out, _ = after(anchored, batch_of(rewards, values, mask, "aaabb"))
-    expected = torch.tensor([[0.5, 0.6], [1.0, 0.5], [0.5, 0.2], [0.5, 0.75], [0.0, 0.0]])
+    expected = torch.tensor([[0.5, 0.6], [1.0, 0.5], [0.5, 0.2], [0.5, 0.75], [0.0, -0.5]])
     torch.testing.assert_close(out["values"], expected)
     assert "group_baseline" not in out
     tensors = {name: out[name] for name in ("values", "response_mask")}

@@ -9,8 +9,9 @@ same to this file.
 # pyright: reportMissingImports=false
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -202,7 +203,8 @@ def _process_state_restored() -> Iterator[None]:
     threads, preload = torch.set_num_threads, os.environ.get("LD_PRELOAD")
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        # vLLM wants a file behind sys.stdout, which notebooks may not have.
+        with torch.random.fork_rng(), redirect_stdout(sys.__stdout__ or sys.stdout):
             yield
     finally:
         random.setstate(python_state)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from valor.algorithms.groups import mean_of_others
 from valor.config import PPOConfig
@@ -90,7 +89,7 @@ class GroupBaseline(Phase):
         others = mean_of_others(outcomes[present], uid).float().nan_to_num()
         baseline = torch.zeros_like(outcomes).index_copy_(0, present, others)
         if self.anchored:
-            baseline = baseline - _first(values, mask)[torch.tensor([rows[0] for rows in episodes.rows])]
+            baseline = baseline - values[[rows[0] for rows in episodes.rows], 0]  # its own, also where it is rejected
         baseline = episodes.spread(baseline)
         columns = {OUTPUTS: values, "values": (values + baseline[:, None]) * (mask != 0)}
         if not self.anchored:
@@ -98,8 +97,3 @@ class GroupBaseline(Phase):
         if "bootstrap_values" in self.adds:
             columns["bootstrap_values"] = batch["bootstrap_values"] + baseline
         return Batch(columns), {}
-
-
-def _first(values: Tensor, mask: Tensor) -> Tensor:
-    """[R] value before the first policy token of each row [R, T]."""
-    return values.gather(1, (mask != 0).int().argmax(1, keepdim=True))[:, 0]

@@ -16,6 +16,7 @@ from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED
 from valor.trainer.prompt_templates import CRITIC_PROMPTS
 from valor.workers.critic import value_head
+from valor.workers.probe import POLICY_MASK
 from valor.workers.roles import critic_names
 
 _OTHERS = (BASELINE, OUTPUTS, CHOSEN, CRITIC_IS_UPDATED)
@@ -33,7 +34,7 @@ class UpdateCritic(Phase):
         super().__init__(config)
         members = critic_names(config)
         more = [f"values/{name}" for name in members if len(members) > 1]
-        self.reads_if_there = frozenset(("episode", "value_mask", *CRITIC_PROMPTS, *_OTHERS, *more))
+        self.reads_if_there = frozenset(("episode", "value_mask", POLICY_MASK, *CRITIC_PROMPTS, *_OTHERS, *more))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
