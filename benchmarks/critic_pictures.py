@@ -157,9 +157,11 @@ def main() -> None:
     kinds = {line[0]: list(zip(steps, map(number, line[1:]), strict=True)) for line in truth[1:]}
     curves("truth", "How much of the true value does a critic explain?", kinds, "PPO step")
 
-    luck, noise = (tables(f"{page}.md", block)[0][1:] for page, block in (("luck", "table"), ("which_critic", "0.5")))
+    luck = tables("luck.md", "table")[0][1:]
+    held, free = (tables("which_critic.md", block)[0][1:] for block in ("0.5", "0.5 without KL"))
     arms = {"luck that the state shows": [(line[0], number(line[1])) for line in luck]}
-    arms["noisy walks"] = [(line[0], number(line[2])) for line in noise]
+    arms["noisy walks"] = [(f"{line[0]}, KL loss", number(line[2])) for line in held]
+    arms["noisy walks"] += [(line[0], number(line[2])) for line in free]
     intervals("arms", "With a critic and without, at equal tokens", arms, "right choices; share of the way to the best")
 
     lines = tables("critic_study.md", "missing 8")[0][1:]

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Which critic, if any: GRPO, RLOO, REINFORCE++ and PPO with several critics at equal tokens, on walks of eight doors.
 
-    python benchmarks/which_critic.py [--seeds 8] [--parallel 2] [--out runs/which_critic] [--noise 0.5]
+    python benchmarks/which_critic.py [--seeds 8] [--parallel 2] [--out runs/which_critic] [--noise 0.5] [--kl]
 
-Every arm has four settings to choose from, by two seeds that are not scored. A policy is scored exactly, by all walks
-from all rooms. Nothing has a warm-up. Writes results/which_critic.md from the runs that have ended; starting it again
-goes on where it stopped.
+Every arm has four settings to choose from, by two seeds that are not scored; with `--kl`, by four: then policies are
+held to their start by a KL loss, with two coefficients to choose from in place of learning rates. A policy is scored
+exactly, by all walks from all rooms. Nothing has a warm-up. Writes results/which_critic.md from the runs that have
+ended; starting it again goes on where it stopped.
 """
 
 import argparse
@@ -21,10 +22,11 @@ PAGE = Path(__file__).parent / "results" / "which_critic.md"
 LENGTH = 8
 STEPS = {0.0: 40, 0.5: 60}  # by the noise of outcomes
 CONTROL = "GRPO"
-TUNING_SEEDS = (100, 101)
+TUNING_SEEDS = {False: (100, 101), True: (100, 101, 102, 103)}  # without and with `--kl`
 LOST = 0.3  # a share below which a run has forgotten how to walk, or learnt nothing
 
 POLICY_LR = "actor_rollout_ref.actor.optim.lr"
+KL = "actor_rollout_ref.actor.kl_loss_coef"
 WITHOUT_CRITIC = [{POLICY_LR: lr} for lr in (3e-4, 5e-4, 1e-3, 2e-3)]
 CLOSED_FORM = [{POLICY_LR: lr, "algorithm.lam": lam} for lr in (5e-4, 1e-3) for lam in (0.7, 0.9)]
 OWN_RETURNS = [
@@ -47,6 +49,16 @@ ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+def grid(arm: str, kl: bool) -> list[dict[str, Any]]:
+    """The settings that an arm chooses from."""
+    settings = ARMS[arm][1]
+    if not kl:
+        return settings
+    rates = (1e-3,) if "algorithm.lam" in settings[0] else (5e-4, 1e-3)
+    held = [{"actor_rollout_ref.actor.use_kl_loss": True, KL: coefficient} for coefficient in (0.01, 0.03)]
+    return [setting | term for setting in settings if setting[POLICY_LR] in rates for term in held]
+
+
 def share(run: Path, walk: Walk) -> float:
     """The exact score of a run's last policy, between doors at random, 0, and the best walks, 1."""
     score = next(reversed(scores(run).values()))["score"]
@@ -63,19 +75,18 @@ def chance_and_best(walk: Walk) -> tuple[float, float]:
 def short(setting: Mapping[str, Any]) -> str:
     """What was chosen, as the table says it."""
     lam = f", λ {setting['algorithm.lam']:g}" if "algorithm.lam" in setting else ""
-    return f"lr {setting[POLICY_LR]:.0e}{lam}"
+    kl = f", KL {setting[KL]:g}" if KL in setting else ""
+    return f"lr {setting[POLICY_LR]:.0e}{lam}{kl}"
 
 
-def tuned(out: Path, settings: dict[str, Any], arm: str, parallel: int, walk: Walk) -> dict[str, Any]:
+def tuned(out: Path, settings: dict[str, Any], arm: str, kl: bool, parallel: int, walk: Walk) -> dict[str, Any]:
     """The setting of an arm whose mean share over the tuning seeds is best."""
-    own, grid = ARMS[arm]
-    named = {f"{arm} {short(setting)}": own | setting for setting in grid}
-    folders = run_arms(out / "tuning", settings, named, TUNING_SEEDS, parallel, walk)
+    named = {f"{arm} {short(setting)}": ARMS[arm][0] | setting for setting in grid(arm, kl)}
+    folders = run_arms(out / "tuning", settings, named, TUNING_SEEDS[kl], parallel, walk)
     means = {
-        name: sum(share(folder / f"seed_{seed}", walk) for seed in TUNING_SEEDS) for name, folder in folders.items()
+        name: sum(share(folder / f"seed_{seed}", walk) for seed in TUNING_SEEDS[kl]) for name, folder in folders.items()
     }
-    best = max(means, key=means.__getitem__)
-    return grid[list(named).index(best)]
+    return grid(arm, kl)[list(named).index(max(means, key=means.__getitem__))]
 
 
 def table(folders: dict[str, Path], chosen: dict[str, dict[str, Any]], walk: Walk, noise: float) -> str:
@@ -105,6 +116,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--noise", type=float, nargs="+", default=[*STEPS], choices=[*STEPS])
+    parser.add_argument("--kl", action="store_true", help="hold policies to their start by a KL loss")
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
     args = parser.parse_args()
     files, policy = warm_start(args.out, LENGTH)
@@ -112,13 +124,14 @@ def main() -> None:
         "# Which critic, if any",
         "",
         "Written by `benchmarks/which_critic.py`: walks of eight doors, 256 samples a step (32 prompts of 8), no "
-        "warm-up; four settings an arm, chosen by two seeds that are not scored. Mean and 95 % interval over seeds, "
+        f"warm-up; four settings an arm, chosen by {len(TUNING_SEEDS[args.kl])} seeds that are not scored. Mean and "
+        "95 % interval over seeds, "
         "paired differences; a lost run ends below 0.3.",
     ]
     for noise in args.noise:
-        out = args.out / f"noise_{noise:g}"
+        out = args.out / f"noise_{noise:g}{'_kl' if args.kl else ''}"
         settings = base(files, policy, LENGTH, STEPS[noise], noise) | {"trainer.critic_warmup": 0}
-        chosen = {arm: tuned(out, settings, arm, args.parallel, files.walk) for arm in args.arms}
+        chosen = {arm: tuned(out, settings, arm, args.kl, args.parallel, files.walk) for arm in args.arms}
         arms = {arm: ARMS[arm][0] | setting for arm, setting in chosen.items()}
         for seeds in range(1, args.seeds + 1):  # seed by seed, so that there is a table at any time
             folders = run_arms(out, settings, arms, range(seeds), args.parallel, files.walk)
