@@ -15,6 +15,7 @@ from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cac
 from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
+from sympy.core.numbers import ImaginaryUnit
 from sympy.core.relational import Relational
 
 from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
@@ -26,11 +27,24 @@ _ANALYSIS = (Integral, Sum, Product, Limit)
 _CONFIG = LatexExtractionConfig(boxed_match_priority=0)
 # Without its units, or it would take the t of 2t for one.
 _CONFIGS = [replace(_CONFIG, normalization_config=replace(_CONFIG.normalization_config, units=False))]
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z])[a-z]) ?\^\\circ ?")
+_ANGLES = re.compile(r"\\(?:pi|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![a-z])")
+_CASES = re.compile(r"(?:(.*?) ?= ?)?\\begin\{cases\}(.*)\\end\{cases\}")
+_TEXT = re.compile(r"\\text ?\{ ?([^{}]*)\}")
+_PART = re.compile(
+    r"(?:^|&)[ ,]*(?:(?:if|for|when)(?![a-z])|当)? *([^&]*?)[ ,;.]*(?=&|$)"
+)  # of a row: value, condition
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
 
 def same(truth: str, answer: str) -> bool:
     """Whether two formulas in LaTeX are equal, without a time limit."""
+    functions = _CASES.fullmatch(truth), _CASES.fullmatch(answer)
+    if functions[0] and functions[1]:
+        return _same_branches(functions[0], functions[1])
+    in_radians = [_DEGREES.sub(r"\\frac{\1\\pi}{180}", text) for text in (truth, answer)]
+    if in_radians != [truth, answer] and _ANGLES.search(truth + answer) and same(*in_radians):
+        return True
     gold, pred = _parsed(truth), _parsed(answer)
     first, second = _constant(gold), _constant(pred)
     verdict = _same_constant(first, second) if first is not None and second is not None else None
@@ -49,6 +63,21 @@ def same(truth: str, answer: str) -> bool:
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
+
+
+def _same_branches(truth: re.Match[str], answer: re.Match[str]) -> bool:
+    """Whether two functions have the same values under the same conditions, in any order."""
+    rows = (_TEXT.sub(r"\1", function[2]).split(r"\\") for function in (truth, answer))
+    first, second = ([_PART.findall(row) for row in some if row.strip()] for some in rows)
+    if truth[1] and answer[1] and truth[1] != answer[1]:
+        return False
+    for parts in first:
+        pairs = ((other, zip(parts, other, strict=True)) for other in second if len(other) == len(parts))
+        match = next((other for other, both in pairs if all(a == b or same(a, b) for a, b in both)), None)
+        if match is None:
+            return False
+        second.remove(match)
+    return not second
 
 
 def _parsed(text: str) -> list[Any]:
@@ -73,6 +102,8 @@ def forget() -> None:
 def _constant(parsed: Sequence[Any]) -> Expr | None:
     """The number that was parsed; None for what has letters, is no number or would have to be worked out."""
     value = parsed[0] if parsed else None
+    if isinstance(value, Expr) and [symbol.name for symbol in value.free_symbols] == ["i"]:
+        value = value.subs(*value.free_symbols, ImaginaryUnit())
     if not isinstance(value, Expr) or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
         return None
     return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers

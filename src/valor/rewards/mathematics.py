@@ -23,9 +23,9 @@ _MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is 
 _MAX_FORMULA, _MAX_NESTING = 400, 12
 # What Python would compute in one call that nothing can interrupt: powers of powers, long numbers, huge factorials.
 _HUGE = re.compile(
-    r"\^\s*\{[^{}]*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
+    r"\^\s*\{[^{}]*\}?\s*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
     r"|\^[^()]{0,20}\)\s*\}?\s*\^\s*\{?\s*-?\d{3}"  # a large power of a power
-    r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}|\*\*[^*]{0,20}\*\*|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
+    r"|\^\s*[{(]?\s*-?\d{5}|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
 )
 
 _CHARACTERS = str.maketrans(
@@ -62,11 +62,23 @@ def _upright(match: re.Match[str]) -> str:
     return name if name.isupper() and command != "text" and not after_number else rf"\text{{{name}}}"
 
 
+def _as_list(match: re.Match[str]) -> str:
+    """Of equations one below the other."""
+    rows = (row.strip(" ,") for row in match[1].split(r"\\"))
+    return ",".join(re.sub(r"^\{([^{}]*)\}$", r"\1", row) for row in rows)
+
+
 _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
     (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
     (re.compile(r"\\(?:!|displaystyle|textstyle|phantom\{[^{}]*\}|(?:text)?color\{[^{}]*\})"), ""),
-    (re.compile(r"\\[,;:> ]|~|\\q?quad(?![a-z])|\s+"), " "),
+    (re.compile(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-z])|(?<=\\\\)\[[\d.]+[a-z]+\]|\s+"), " "),
+    (
+        re.compile(r"(?:\\left ?)?\\\{ ?\\begin\{array\}\{[lcr| ]*\}((?:(?!\\end).)*)\\end\{array\}(?: ?\\right ?\.)?"),
+        r"\\begin{cases}\1\\end{cases}",
+    ),
+    (re.compile(r"\\begin\{cases\}([^&]*?)(?: ?\\\\ ?)?\\end\{cases\}"), _as_list),
+    (re.compile(r"\*\* ?(-?\w+)|\*\*"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
     (re.compile(r"\\math(?:bf|bb) ?\{? ?([RNZQ])(?![A-Za-z]) ?\}?|(?<=\\in) ?([RNZQ])(?![A-Za-z])"), r"\\mathbb{\1\2}"),
     (re.compile(r"\\(?:boxed|fbox|mathbf|boldsymbol|overline|mathit|underline|emph)\s*\{([^{}]*)\}"), r"{\1}"),
@@ -110,6 +122,7 @@ _NAME = re.compile(
     r" ?(?:=|\\approx) ?(?!.*=)"
 )
 _ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
+_INDEXED = re.compile(r"([A-Za-z])(?:_ ?\{?|\()(\d+)[})]? ?=(?!.*=)")
 _BASE = re.compile(r"(?<=\d) ?_ ?\{? ?(\d+)")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
@@ -167,6 +180,9 @@ def equal(truth: str, answer: str) -> bool | None:
         return False
     if _characters(truth) == _characters(answer):
         return True
+    first, second = (_INDEXED.match(text) for text in (truth, answer))
+    if first and second and first[1] == second[1] and first[2] != second[2]:  # a_1 = 3 and a_2 = 3
+        return False
     bases = [sorted(_BASE.findall(text)) for text in (truth, answer)]
     if all(bases) and bases[0] != bases[1]:  # which math-verify does not read
         return False
