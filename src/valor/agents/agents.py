@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from valor.agents.chat import Chat
 from valor.agents.env_loop import EnvLoop
@@ -131,7 +132,8 @@ class Agents:
 def _read_loops(path: str) -> dict[str, dict[str, Any]]:
     """The user's loops by name, from a YAML list of {name, _target_, arguments}."""
     try:
-        entries = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        entries: Any = OmegaConf.to_container(OmegaConf.create(text))
         return {entry.pop("name"): entry for entry in entries if entry["_target_"]}
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
         problem = f"must be a YAML list of loops with name and _target_ ({error})"

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
@@ -42,7 +43,7 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         if "${" in text:
             raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
-        entries = _ToolsFile.model_validate(yaml.safe_load(text)).tools
+        entries = _ToolsFile.model_validate(OmegaConf.to_container(OmegaConf.create(text))).tools
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; check {_KEY}") from None
     except ValidationError as error:
