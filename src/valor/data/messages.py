@@ -64,6 +64,15 @@ def with_calls(message: Mapping[str, Any], where: str, name: str) -> dict[str, A
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
+def with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of `with_calls` with the arguments of its calls as JSON text."""
+    functions = ((call, call["function"]) for call in message.get("tool_calls") or ())
+    calls = [
+        {**c, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}} for c, f in functions
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A row's arguments of the chat template: its column `tools`, and the entries of `chat_template_kwargs`.
 
