@@ -54,9 +54,10 @@ _UNIT_BEFORE = re.compile(r"(?:[\d})]|\\circ) ?$|/ ?$")
 def _upright(match: re.Match[str]) -> str:
     """Upright letters are the letters, and names of functions the functions; anything else is a unit or text."""
     command, name = match[1] or "rm", match[2] or match[3]
-    if re.fullmatch(_FUNCTION, name):
-        return _OTHER_NAMES.get(name, f"\\{name} ")
     after_number = _UNIT_BEFORE.search(match.string[: match.start()])
+    is_time = after_number and name in ("min", "sec") and not re.search("[A-Za-z(]", match.string[match.end() :])
+    if re.fullmatch(_FUNCTION, name) and not is_time:
+        return _OTHER_NAMES.get(name, f"\\{name} ")
     if name in ("e", "i", "d") or (len(name) == 1 and not after_number):
         return name
     return name if name.isupper() and command != "text" and not after_number else rf"\text{{{name}}}"
@@ -66,6 +67,10 @@ def _as_list(match: re.Match[str]) -> str:
     """Of equations one below the other."""
     rows = (row.strip(" ,") for row in match[1].split(r"\\"))
     return ",".join(re.sub(r"^\{([^{}]*)\}$", r"\1", row) for row in rows)
+
+
+def _open_interval(match: re.Match[str]) -> str:
+    return f"{'(' if match[1] == ']' else '['}{match[2]}{')' if match[3] == '[' else ']'}"
 
 
 _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
@@ -103,6 +108,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?(?:或者?|和|与|以及) ?\}? ?(?=[-\w({\[\\])", re.A), " or "),
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?且 ?\}? ?(?=[-\w({\[\\])", re.A), " and "),
     (re.compile(r"负(?=[\d\\])"), "-"),
+    (re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])$"), _open_interval),  # ]0,1] [0,1[
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
