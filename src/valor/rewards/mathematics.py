@@ -9,7 +9,7 @@ into a silent "wrong"; they are switched off, and `run_within` ends a comparison
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -347,6 +347,9 @@ def _library() -> tuple[Callable[[str, str], bool], Callable[[], None]]:
 def _truths(ground_truth: Any) -> list[str]:
     """The acceptable answers. Raises ValueError when there is none: the data is wrong."""
     values = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    for value in values:
+        if isinstance(value, Mapping | list | tuple):
+            raise ValueError(f"the ground truth is a text, a number or a list of such, and not {value!r:.40}")
     texts = [str(t).strip() for t in values if t is not None]
     truths = [boxed(t) or after_marks(t) or t for t in texts if t]
     if not truths:
