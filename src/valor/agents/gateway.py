@@ -8,7 +8,6 @@ rewritten its history, the turn begins a new row.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import secrets
@@ -84,7 +83,7 @@ class Session:
         self._turns = asyncio.Lock()
         self._state, self._before = _State(), _State()  # after the last turn, and after the one before it
         self._answers: set[Future[dict[str, Any]]] = set()  # on their way
-        self._asked, self._replies = Counter[str](), defaultdict[str, list[dict[str, Any]]](list)  # by `_digest`
+        self._asked, self._replies = Counter[int](), defaultdict[int, list[dict[str, Any]]](list)  # by `_digest`
 
     @property
     def play(self) -> Play | None:
@@ -282,8 +281,8 @@ async def _answer(session: Session, request: Mapping[str, Any], http: Request) -
         gone.cancel()
 
 
-def _digest(request: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+def _digest(request: Mapping[str, Any]) -> int:
+    return hash(json.dumps(request, sort_keys=True))
 
 
 async def _client_gone(http: Request) -> None:

@@ -83,6 +83,11 @@ def dump_yaml(config: Section) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
+def load_yaml(text: str) -> Any:
+    """Lists and dictionaries of YAML, in which 1e-5 is a number and no key is there twice."""
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
 def contradictions(config: Section) -> list[str]:
     """What the sections of a tree find in themselves, but for sections that are off and keys that this run ignores."""
     lines, off = [*config.contradictions("")], list[str]()

@@ -69,10 +69,6 @@ def _as_list(match: re.Match[str]) -> str:
     return ",".join(re.sub(r"^\{([^{}]*)\}$", r"\1", row) for row in rows)
 
 
-def _open_interval(match: re.Match[str]) -> str:
-    return f"{'(' if match[1] == ']' else '['}{match[2]}{')' if match[3] == '[' else ']'}"
-
-
 _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
     (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
@@ -108,7 +104,8 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?(?:或者?|和|与|以及) ?\}? ?(?=[-\w({\[\\])", re.A), " or "),
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?且 ?\}? ?(?=[-\w({\[\\])", re.A), " and "),
     (re.compile(r"负(?=[\d\\])"), "-"),
-    (re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])$"), _open_interval),  # ]0,1] [0,1[
+    (re.compile(r"^\](?=[^\[\]]*,[^\[\]]*[\[\]]$)"), "("),  # ]0,1]
+    (re.compile(r"(?<=^[\[(])([^\[\]]*,[^\[\]]*)\[$"), r"\1)"),  # [0,1[
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
