@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from valor.config.base import Section, is_set
 from valor.config.command_line import read_arguments
@@ -84,8 +86,11 @@ def dump_yaml(config: Section) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Lists and dictionaries of YAML, in which 1e-5 is a number and no key is there twice."""
-    return OmegaConf.to_container(OmegaConf.create(text))
+    """Lists and dictionaries of YAML, in which 1e-5 is a number and no key is there twice. YAMLError: it is none."""
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text))
+    except OmegaConfBaseException as error:
+        raise YAMLError(str(error).partition("\n")[0]) from None
 
 
 def contradictions(config: Section) -> list[str]:

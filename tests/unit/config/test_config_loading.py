@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from yaml import YAMLError
 
-from valor.config import CriticPretrainConfig, PPOConfig, SFTConfig, dump_yaml, load
+from valor.config import CriticPretrainConfig, PPOConfig, SFTConfig, dump_yaml, load, load_yaml
 from valor.config.base import takes_lists
 from valor.config.critic_runs import CriticSearchConfig
 from valor.config.presets import DEFAULTS
@@ -434,3 +435,10 @@ def test_texts_in_lists_and_dicts_need_no_quotes_and_json_is_read():
     assert config.trainer.default_local_dir == "runs (old)/[x]"
     [line] = mistakes("data.train_files=[/a?b=1&c, 'd']")
     assert "quote each text in it, and all of it for the shell: \"data.train_files=['...','...']\"" in line
+
+
+def test_yaml_of_other_files_has_the_numbers_of_the_command_line():
+    assert load_yaml("- {a: 1e5, b: [1e-5, x, '1e5'], c: '${d}'}") == [{"a": 1e5, "b": [1e-5, "x", "1e5"], "c": "${d}"}]
+    for text in ("{a: 1, a: 2}", "a: '${b'", "a: !!set {b}", "a: ["):
+        with pytest.raises(YAMLError):
+            load_yaml(text)
