@@ -79,6 +79,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         r"\\begin{cases}\1\\end{cases}",
     ),
     (re.compile(r"\\begin\{cases\}([^&]*?)(?: ?\\\\ ?)?\\end\{cases\}"), _as_list),
+    (re.compile(r"(?<![\w)\]}|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\-])", re.A), ""),  # bold
     (re.compile(r"\*\* ?(-?\w+)|\*\*"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
     (re.compile(r"\\math(?:bf|bb) ?\{? ?([RNZQ])(?![A-Za-z]) ?\}?|(?<=\\in) ?([RNZQ])(?![A-Za-z])"), r"\\mathbb{\1\2}"),
