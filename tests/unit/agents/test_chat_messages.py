@@ -268,6 +268,8 @@ def test_calls_in_an_environments_messages_are_written_as_templates_expect_them(
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat.read([{"role": "user", "content": parts}], "the environment") == [{"role": "user", "content": "ab"}]
+    none = {"role": "assistant", "content": "a", "tool_calls": []}  # of which Llama 3.1's template writes a text
+    assert chat.read([none], "the environment") == [{"role": "assistant", "content": "a"}]
     (read,) = chat.read([{"role": "assistant", "content": None, "tool_calls": [call]}], "the environment")
     assert read["content"] == "" and read["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
