@@ -29,19 +29,14 @@ _CONFIG = LatexExtractionConfig(boxed_match_priority=0)
 _CONFIGS = [replace(_CONFIG, normalization_config=replace(_CONFIG.normalization_config, units=False))]
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z])[a-z]) ?\^\\circ ?")
 _ANGLES = re.compile(r"\\(?:pi|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![a-z])")
-_CASES = re.compile(r"(?:(.*?) ?= ?)?\\begin\{cases\}(.*)\\end\{cases\}")
-_TEXT = re.compile(r"\\text ?\{ ?([^{}]*)\}")
-_PART = re.compile(
-    r"(?:^|&)[ ,]*(?:(?:if|for|when)(?![a-z])|当)? *([^&]*?)[ ,;.]*(?=&|$)"
-)  # of a row: value, condition
+_DEFINED = re.compile(r"^[^=]{1,12}= ?(?=\\\{\()")  # the name of a function that is defined case by case
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
 
 def same(truth: str, answer: str) -> bool:
     """Whether two formulas in LaTeX are equal, without a time limit."""
-    functions = _CASES.fullmatch(truth), _CASES.fullmatch(answer)
-    if functions[0] and functions[1]:
-        return _same_branches(functions[0], functions[1])
+    if not (_DEFINED.match(truth) and _DEFINED.match(answer)):
+        truth, answer = _DEFINED.sub("", truth), _DEFINED.sub("", answer)
     in_radians = [_DEGREES.sub(r"\\frac{\1\\pi}{180}", text) for text in (truth, answer)]
     if in_radians != [truth, answer] and _ANGLES.search(truth + answer) and same(*in_radians):
         return True
@@ -63,21 +58,6 @@ def same(truth: str, answer: str) -> bool:
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
-
-
-def _same_branches(truth: re.Match[str], answer: re.Match[str]) -> bool:
-    """Whether two functions have the same values under the same conditions, in any order."""
-    rows = (_TEXT.sub(r"\1", function[2]).split(r"\\") for function in (truth, answer))
-    first, second = ([_PART.findall(row) for row in some if row.strip()] for some in rows)
-    if truth[1] and answer[1] and truth[1] != answer[1]:
-        return False
-    for parts in first:
-        pairs = ((other, zip(parts, other, strict=True)) for other in second if len(other) == len(parts))
-        match = next((other for other, both in pairs if all(a == b or same(a, b) for a, b in both)), None)
-        if match is None:
-            return False
-        second.remove(match)
-    return not second
 
 
 def _parsed(text: str) -> list[Any]:

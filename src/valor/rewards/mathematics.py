@@ -50,6 +50,8 @@ _FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|arcc?tg|c?tg|log|ln|lg|exp|l
 _OTHER_NAMES = {"lg": r"\log_{10} ", "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot "}
 _UNIT_BEFORE = re.compile(r"(?:[\d})]|\\circ) ?$|/ ?$")
 
+_CONDITION = re.compile(r"[ ,]*& ?,?(?: ?\\text ?\{ ?(?:if|for|when|当) ?\}| ?(?:if|for|when)(?![a-z])| ?当)? ?")
+
 
 def _upright(match: re.Match[str]) -> str:
     """Upright letters are the letters, and names of functions the functions; anything else is a unit or text."""
@@ -64,9 +66,16 @@ def _upright(match: re.Match[str]) -> str:
 
 
 def _as_list(match: re.Match[str]) -> str:
-    """Of equations one below the other."""
-    rows = (row.strip(" ,") for row in match[1].split(r"\\"))
-    return ",".join(re.sub(r"^\{([^{}]*)\}$", r"\1", row) for row in rows)
+    """Of equations one below the other; of a function's cases a set of values with their conditions."""
+    rows = [
+        re.sub(r"^\{([^{}]*)\}$", r"\1", row.strip(" ,.").replace(".}", "}"))
+        for row in match[1].split(r"\\")
+        if row.strip()
+    ]
+    if "&" not in match[1]:
+        return ",".join(rows)
+    pairs = [f"({_CONDITION.sub(',', row)})" for row in rows]
+    return r"\{" + ",".join(pairs) + r"\}"
 
 
 _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
@@ -78,7 +87,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         re.compile(r"(?:\\left ?)?\\\{ ?\\begin\{array\}\{[lcr| ]*\}((?:(?!\\end).)*)\\end\{array\}(?: ?\\right ?\.)?"),
         r"\\begin{cases}\1\\end{cases}",
     ),
-    (re.compile(r"\\begin\{cases\}([^&]*?)(?: ?\\\\ ?)?\\end\{cases\}"), _as_list),
+    (re.compile(r"\\begin\{cases\}(.*?)\\end\{cases\}"), _as_list),
     (re.compile(r"(?<![\w)\]}|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\-])", re.A), ""),  # bold
     (re.compile(r"\*\* ?(-?\w+)|\*\*"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
