@@ -21,7 +21,7 @@ from valor.agents.runner import EpisodeRunner
 from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_runner import exception_text
 from valor.agents.verl_loop import VerlLoop
-from valor.config import PPOConfig
+from valor.config import PPOConfig, load_yaml
 from valor.data.images import IMAGES, ImageFiles
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Span
@@ -131,7 +131,7 @@ class Agents:
 def _read_loops(path: str) -> dict[str, dict[str, Any]]:
     """The user's loops by name, from a YAML list of {name, _target_, arguments}."""
     try:
-        entries = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        entries = load_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
         return {entry.pop("name"): entry for entry in entries if entry["_target_"]}
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
         problem = f"must be a YAML list of loops with name and _target_ ({error})"

@@ -115,6 +115,9 @@ class Chat:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind not in ("text", "image") or part.get(kind) is None:
                     raise EpisodeFailed(f"{where} answered with a part of a message that is neither text nor an image")
+            if self._images is None and all(part["type"] == "text" for part in parts):
+                message["content"] = "".join(part["text"] for part in parts)
+                continue
             files = iter(self.files([part["image"] for part in parts if part["type"] == "image"], where))
             message["content"] = [
                 {"type": "image", "file": next(files)} if part["type"] == "image" else part for part in parts

@@ -1,7 +1,9 @@
 """How models write tool calls, by name: parsers of the text of a turn."""
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -161,6 +163,16 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number of JSON")
 
 
+def _finite(number: str) -> float:
+    return float(number) if math.isfinite(float(number)) else _refuse(number)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > len(dict(pairs)):
+        raise LookupError(f'"{Counter(name for name, _ in pairs).most_common(1)[0][0][:60]}" is there twice')
+    return dict(pairs)
+
+
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
@@ -178,11 +190,13 @@ def _json_call(body: str) -> Call:
 
 def _decoded(body: str) -> Any:
     try:
-        return valid_text(json.loads(body, parse_constant=_refuse))
+        return valid_text(json.loads(body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_once))
     except RecursionError:
         return BadCall(body, "it is nested too deeply")
     except json.JSONDecodeError as error:
         return BadCall(body, f"it is not valid JSON: {error.msg} at character {error.pos + 1}")
+    except LookupError as error:
+        return BadCall(body, str(error))
     except ValueError:
         return BadCall(body, "it is not valid JSON: a number is too long or not finite")
 

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
@@ -58,7 +59,7 @@ class _State:
 
 
 class Session:
-    """The turns of one episode, one after the other. A request that fails, or whose answer the client has not seen,
+    """The turns of one episode, one after the other. A request that fails, or whose client has gone before its answer,
     leaves the episode as it was.
 
     It lives on `loop`, by default the running one. `after_turn` is called there with the episode so far and its first
@@ -82,6 +83,7 @@ class Session:
         self._turns = asyncio.Lock()
         self._state, self._before = _State(), _State()  # after the last turn, and after the one before it
         self._answers: set[Future[dict[str, Any]]] = set()  # on their way
+        self._asked, self._replies = Counter[int](), defaultdict[int, list[dict[str, Any]]](list)  # by `_digest`
 
     @property
     def play(self) -> Play | None:
@@ -92,15 +94,8 @@ class Session:
         return bool(self._answers)
 
     def answer(self, request: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
-        """The result of `chat`, for other threads; cancelled when the episode ends before. `repeated`: the client says
-        that it has sent the request before, and has seen no answer to it."""
-
-        async def work() -> dict[str, Any]:
-            if repeated and request == self._state.request:
-                self.forget(self._state.request)
-            return await self.chat(request)
-
-        answer = asyncio.run_coroutine_threadsafe(work(), self.loop)
+        """The result of `chat`, for other threads; cancelled when the episode ends before."""
+        answer = asyncio.run_coroutine_threadsafe(self.chat(request, repeated=repeated), self.loop)
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
         return answer
@@ -113,6 +108,7 @@ class Session:
         """Remove the turn of a request, if it is the last one; on the session's loop."""
         if request is not None and request is self._state.request:
             self._state = self._before
+            self._replies[_digest(request)].pop()
             self._report()
 
     def continued_by(self, request: Mapping[str, Any]) -> bool:
@@ -124,10 +120,15 @@ class Session:
         play = self._state.play
         return play.end(self._state.finish_reason, reward) if play is not None else None
 
-    async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
+    async def chat(self, request: Mapping[str, Any], *, repeated: bool = False) -> dict[str, Any]:
+        """A chat completion. Sampling is the run's own; only the number of tokens may be lowered. `repeated`: the
+        client has sent the request before and has seen no answer: it gets the one that was lost, if there is one."""
         messages, tools, limit = read_messages(request), request.get("tools") or (), read_limit(request)
+        key = _digest(request)
+        self._asked[key] += not repeated
         async with self._turns:
+            if repeated and len(self._replies[key]) >= self._asked[key]:
+                return self._replies[key][-1]
             state = self._state
             state = replace(state, request=request, tools=tools, play=copied(state.play), talk=copied(state.talk))
             play, talk = self._observe(state, messages)
@@ -139,7 +140,7 @@ class Session:
             self._report()
         reason = "tool_calls" if message.get("tool_calls") and output.finish_reason == "stop" else output.finish_reason
         total, completion = len(play.row), len(output.token_ids)
-        return {
+        reply = {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
@@ -147,6 +148,8 @@ class Session:
             "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
             "usage": {"prompt_tokens": total - completion, "completion_tokens": completion, "total_tokens": total},
         }
+        self._replies[key].append(reply)
+        return reply
 
     def _observe(self, state: _State, messages: list[Message]) -> tuple[Play, Conversation]:
         """Advance the episode of `state` to where the policy is to answer `messages`. Refused: there is no room, or
@@ -276,6 +279,10 @@ async def _answer(session: Session, request: Mapping[str, Any], http: Request) -
         raise Refused(400, str(error)) from None
     finally:
         gone.cancel()
+
+
+def _digest(request: Mapping[str, Any]) -> int:
+    return hash(json.dumps(request, sort_keys=True))
 
 
 async def _client_gone(http: Request) -> None:

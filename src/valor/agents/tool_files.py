@@ -10,6 +10,7 @@ from valor.agents.builtin_tools import BUILTIN_TOOLS
 from valor.agents.tool_sources import FunctionTool, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
+from valor.config import load_yaml
 from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
@@ -42,7 +43,7 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         if "${" in text:
             raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
-        entries = _ToolsFile.model_validate(yaml.safe_load(text)).tools
+        entries = _ToolsFile.model_validate(load_yaml(text)).tools
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; check {_KEY}") from None
     except ValidationError as error:

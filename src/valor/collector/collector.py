@@ -25,6 +25,7 @@ from valor.data.prompts import PromptRow
 from valor.errors import StepRefused, TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
+from valor.rewards.worker import NOT_GRADED
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 
@@ -185,10 +186,10 @@ class Collector:
 
 
 def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
-    """`reward_info`: what the grader of a row's episode said beside the score; nothing if it could not decide."""
-    pairs = zip(results, Episodes(batch).rows, strict=True)
-    infos = ((result.components if result.error is None else {}, rows) for result, rows in pairs)
-    batch.objects["reward_info"] = [info for info, rows in infos for _ in rows]
+    """`reward_info`: what the grader of a row's episode said beside the score; `NOT_GRADED` and why if it failed."""
+    infos = [r.components if r.error is None else {NOT_GRADED: r.error} for r in results]
+    pairs = zip(infos, Episodes(batch).rows, strict=True)
+    batch.objects["reward_info"] = [info for info, rows in pairs for _ in rows]
 
 
 def _failing_tool(batch: Batch, limit: float) -> str | None:

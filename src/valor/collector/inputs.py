@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
+from valor.agents.formats import FORMATS, ToolCall
 from valor.agents.taskset import taskset_of_run
 from valor.agents.tools import name_of
 from valor.config import DataConfig, PPOConfig, RewardModelConfig
@@ -19,7 +20,7 @@ from valor.data.plain_rows import TRUTHS
 from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
-from valor.data.templates import ask_template, end_tokens, keeps, parts_of
+from valor.data.templates import ask_template, end_tokens, keeps, parts_of, written_call
 from valor.errors import UserError, did_you_mean
 from valor.models.images import FAMILIES
 from valor.models.load import load_image_files, load_model_config, load_policy_tokenizer, load_tokenizer
@@ -54,6 +55,8 @@ class RunInputs:
         parts = answers | parts_of(row.messages for rows in splits for row in rows)
         parts |= {"tools"} if answers or any(rows.has_tools for rows in splits) else set()
         ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=answers)
+        if answers:
+            _ask_format(self.tokenizer, config)
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = training_sampler(data, self.train, at_once)
@@ -175,6 +178,17 @@ def _shows_tools(tokenizer: Any) -> bool:
     with suppress(UserError):
         return keeps(tokenizer, "tools")
     return False
+
+
+def _ask_format(tokenizer: Any, config: PPOConfig) -> None:
+    """Warn of a chat template whose calls `multi_turn.format` does not read: then the policy's never are."""
+    name = config.actor_rollout_ref.rollout.multi_turn.format
+    call = written_call(tokenizer, config.data.apply_chat_template_kwargs)
+    if call is not None and not any(isinstance(one, ToolCall) for one in FORMATS[name](call, ()).calls):
+        key, advice = f"rollout.multi_turn.format={name}", "take another format, or register one of your own"
+        logger.warning(
+            "%s does not read calls as the chat template writes them: %s: %s", key, " ".join(call.split()), advice
+        )
 
 
 def _check_answered(rows: Iterable[PromptRow]) -> None:

@@ -14,7 +14,7 @@ from valor.config.data import DataConfig
 from valor.config.describe import describe_commands, describe_keys
 from valor.config.engine import BackboneConfig, CriticModelConfig, FSDPConfig, ModelConfig
 from valor.config.evaluation import EvalConfig
-from valor.config.loading import LoadedConfig, dump_yaml, inert_settings, load
+from valor.config.loading import LoadedConfig, dump_yaml, inert_settings, load, load_yaml
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
 from valor.config.rollout import RolloutConfig
@@ -34,4 +34,4 @@ __all__ += [
 ]
 __all__ += ["RMConfig", "RMDataConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig"]
 __all__ += ["RunConfig", "SFTConfig", "SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
-__all__ += ["describe_commands", "describe_keys", "dump_yaml", "held_out", "inert_settings", "load"]
+__all__ += ["describe_commands", "describe_keys", "dump_yaml", "held_out", "inert_settings", "load", "load_yaml"]

@@ -3,6 +3,7 @@ settings of a Python call, which are written as such overrides."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,9 @@ import click
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
-from yaml import YAMLError
+from yaml import MappingNode, Node, SequenceNode, YAMLError, compose
 
 from valor.config.inheritance import lookup
 from valor.config.tree import exists, is_section, plain_keys, schema
@@ -98,10 +98,23 @@ def _parse(parser: OverridesParser, text: str) -> Override:
             if value[0] not in "[{":
                 raise
             # JSON, and texts without quotes that the grammar does not have (~/a.parquet, a URL): such is YAML too.
-            return parser.parse_override(f"{key}={literal(OmegaConf.to_container(OmegaConf.create(value)))}")
+            return parser.parse_override(f"{key}={_requoted(parser, compose(value))}")
         # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL, a text with {names})
         # is plain text.
         return parser.parse_override(quoted)
+
+
+def _requoted(parser: OverridesParser, node: Node) -> str:
+    """YAML in Hydra's grammar, with quotes around what is a text there or is none without them."""
+    if isinstance(node, MappingNode):
+        return "{" + ",".join(f"{key.value}:{_requoted(parser, item)}" for key, item in node.value) + "}"
+    if isinstance(node, SequenceNode):
+        return f"[{','.join(_requoted(parser, item) for item in node.value)}]"
+    with suppress(HydraException):
+        if node.style is None and not _STRUCTURED.search(node.value):  # 1e-5, true, on: as in a value that it can read
+            parser.parse_override(f"key={node.value or 'null'}")
+            return node.value or "null"
+    return literal(node.value)
 
 
 def _advice(text: str) -> str:

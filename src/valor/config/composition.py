@@ -154,11 +154,18 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
     elif leaf is not None and not is_open(root, key):
         mistakes.append(f"unknown key '{key}': '{leaf}' is a value, it has no keys of its own")
     else:
-        if isinstance(value, int | float) and not isinstance(value, bool) and key in schema(root):
-            # A name such as 0.10, 1_000 or 8e12345 stays as it was typed.
-            value = (text or "").partition("=")[2].strip() if takes_texts(schema(root)[key].info.annotation) else value
+        if key in schema(root) and takes_texts(schema(root)[key].info.annotation):
+            value = _as_typed(value, (text or "").partition("=")[2].strip())
         OmegaConf.update(config, key, value, force_add=True)
         reading.set_keys |= flatten(value, f"{key}.").keys()
+
+
+def _as_typed(value: Any, text: str) -> Any:
+    """A name such as 0.10, 1_000 or 8e12345, by itself or in a list, stays as it was typed."""
+    if isinstance(value, list):
+        items = [item.strip() for item in text[1:-1].split(",")]
+        return [*map(_as_typed, value, items)] if len(items) == len(value) else value
+    return text if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _names_algorithm(root: type[BaseModel], override: Override) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from valor.config.base import Section, is_set
 from valor.config.command_line import read_arguments
@@ -81,6 +83,14 @@ def dump_yaml(config: Section) -> str:
     text = json.dumps(config.model_dump(mode="json"))
     tree = json.loads(text.replace("${", r"\\${"))  # protected, so that it is not taken for an interpolation
     return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def load_yaml(text: str) -> Any:
+    """Lists and dictionaries of YAML, in which 1e-5 is a number and no key is there twice. YAMLError: it is none."""
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text))
+    except OmegaConfBaseException as error:
+        raise YAMLError(str(error).partition("\n")[0]) from None
 
 
 def contradictions(config: Section) -> list[str]:

@@ -57,11 +57,20 @@ def transcript_turns(text: str) -> list[dict[str, str]]:
 
 def with_calls(message: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
     """A message with its `tool_calls` as templates expect them: arguments as a dictionary, where OpenAI's protocol has
-    JSON text, and content beside them, if empty."""
-    if not isinstance(message.get("tool_calls"), list):
-        return dict(message)
+    JSON text, and content beside them, if empty; no list of none, of which some templates write a text."""
+    if not isinstance(message.get("tool_calls") or None, list):
+        return {key: value for key, value in message.items() if key != "tool_calls" or value}
     calls = [_call(call, where, name) for call in message["tool_calls"]]
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of `with_calls` with the arguments of its calls as JSON text."""
+    functions = ((call, call["function"]) for call in message.get("tool_calls") or ())
+    calls = [
+        {**c, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}} for c, f in functions
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:

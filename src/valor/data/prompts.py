@@ -4,6 +4,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
 from valor.data.images import ImageFiles, in_parts, with_parts
-from valor.data.messages import check_text
+from valor.data.messages import check_text, with_written_calls
 from valor.data.positions import num_positions
 from valor.data.sampler import SUBSET_STREAM, subset
 from valor.errors import UserError
@@ -210,7 +211,10 @@ def render(
     if getattr(tokenizer, "renders_parts", False):  # set by `load_image_files`: some templates know no plain text
         messages = [with_parts(message) for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        with suppress(TypeError):
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        written = [with_written_calls(message) for message in messages]  # DeepSeek's template joins them to other text
+        return str(tokenizer.apply_chat_template(written, tokenize=False, **options))
     except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError
         raise UserError(f"{where}: the chat template refuses these messages: {error}") from error
 

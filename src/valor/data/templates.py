@@ -50,6 +50,15 @@ def keeps(tokenizer: Any, part: str, kwargs: Mapping[str, Any] | None = None) ->
     return _MARK in render(tokenizer, messages, options, f"a conversation with {name}")
 
 
+def written_call(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> str | None:
+    """How the template writes an answer with a call of the tool `_MARK`; None where it leaves calls out."""
+    options = {**(kwargs or {}), "add_generation_prompt": False, "tools": [_CALL]}
+    with suppress(UserError):
+        said = render(tokenizer, _PARTS["tool_calls"][1], options).rpartition(_QUESTION["content"])[2]
+        return said if _MARK in said else None
+    return None
+
+
 def parts_of(chats: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
     """The parts of these conversations that a template may leave out, schemas of tools aside."""
     messages = [message for chat in chats for message in chat]

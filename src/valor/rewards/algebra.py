@@ -15,6 +15,7 @@ from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cac
 from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
+from sympy.core.numbers import ImaginaryUnit
 from sympy.core.relational import Relational
 
 from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
@@ -26,11 +27,19 @@ _ANALYSIS = (Integral, Sum, Product, Limit)
 _CONFIG = LatexExtractionConfig(boxed_match_priority=0)
 # Without its units, or it would take the t of 2t for one.
 _CONFIGS = [replace(_CONFIG, normalization_config=replace(_CONFIG.normalization_config, units=False))]
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z])[a-z]) ?\^\\circ ?")
+_ANGLES = re.compile(r"\\(?:pi|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![a-z])")
+_DEFINED = re.compile(r"^[^=]{1,12}= ?(?=\\\{\()")  # the name of a function that is defined case by case
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
 
 def same(truth: str, answer: str) -> bool:
     """Whether two formulas in LaTeX are equal, without a time limit."""
+    if not (_DEFINED.match(truth) and _DEFINED.match(answer)):
+        truth, answer = _DEFINED.sub("", truth), _DEFINED.sub("", answer)
+    in_radians = [_DEGREES.sub(r"\\frac{\1\\pi}{180}", text) for text in (truth, answer)]
+    if in_radians != [truth, answer] and _ANGLES.search(truth + answer) and same(*in_radians):
+        return True
     gold, pred = _parsed(truth), _parsed(answer)
     first, second = _constant(gold), _constant(pred)
     verdict = _same_constant(first, second) if first is not None and second is not None else None
@@ -73,6 +82,8 @@ def forget() -> None:
 def _constant(parsed: Sequence[Any]) -> Expr | None:
     """The number that was parsed; None for what has letters, is no number or would have to be worked out."""
     value = parsed[0] if parsed else None
+    if isinstance(value, Expr) and [symbol.name for symbol in value.free_symbols] == ["i"]:
+        value = value.subs(*value.free_symbols, ImaginaryUnit())
     if not isinstance(value, Expr) or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
         return None
     return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers
@@ -87,7 +98,10 @@ def _same_constant(first: Expr, second: Expr) -> bool | None:
     exact = all(part._prec > 1 for value in (near, other) for part in value.atoms(Float))
     if not exact or not (near.is_finite and other.is_finite and near.is_number and other.is_number):
         return None
-    if not abs(near - other) <= abs(near) * Rational(10) ** (10 - _DIGITS):
+    is_near = abs(near - other) <= abs(near) * Rational(10) ** (10 - _DIGITS)
+    if is_near not in (True, False):  # 7 mod 4, which is not worked out
+        return None
+    if not is_near:
         return False
     is_exact = first.is_rational and second.is_rational and abs(near) < _MODEST
     return bool(first.doit() == second.doit()) if is_exact else True

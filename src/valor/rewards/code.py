@@ -156,6 +156,7 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
 
 
 def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
+    truth = {name: value for name, value in truth.items() if value is not None}  # which Arrow fills dictionaries with
     if {"inputs", "outputs"} <= set(truth) and len(truth["inputs"]) == len(truth["outputs"]) > 0:
         if truth.get("fn_name"):
             tests = _call_tests(truth["fn_name"], truth["inputs"], truth["outputs"])
@@ -174,7 +175,7 @@ def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
         tests = _assertions(list(truth["test_list"]), setup)
     else:
         raise ValueError(f"the ground truth has no tests, it has {', '.join(map(str, truth)) or 'nothing'}")
-    return replace(tests, seconds=math.ceil(truth["time_limit"])) if truth.get("time_limit") else tests
+    return replace(tests, seconds=math.ceil(float(truth["time_limit"]))) if truth.get("time_limit") else tests
 
 
 def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTests:
@@ -212,10 +213,8 @@ def _nodes(test: str) -> list[ast.AST]:
 def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> FunctionTests:
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
-    calls = [
-        [json.loads(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
-    ]
-    results = [json.loads(output) if isinstance(output, str) else output for output in outputs]
+    calls = [[_value(s) for s in i.splitlines() if s.strip()] if isinstance(i, str) else list(i) for i in inputs]
+    results = [_value(output) if isinstance(output, str) else output for output in outputs]
     data = f"nan, inf = float('nan'), float('inf')\nCALLS = {calls!r}\nRESULTS = {results!r}"
     # APPS wraps every result in a list of one.
     wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
@@ -261,8 +260,17 @@ def _defines(code: str, name: str) -> bool:
     return bool(name) and re.search(start, code, re.MULTILINE) is not None
 
 
+def _value(text: str) -> Any:
+    """What JSON makes of a text; a text that is none stands for itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value))
+    """A text or a number, or a list of lines."""
+    return str(value) if isinstance(value, str | int | float) else "\n".join(map(str, value))
 
 
 def _same_token(ours: str, right: str) -> bool:

@@ -9,7 +9,7 @@ into a silent "wrong"; they are switched off, and `run_within` ends a comparison
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,9 +23,9 @@ _MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is 
 _MAX_FORMULA, _MAX_NESTING = 400, 12
 # What Python would compute in one call that nothing can interrupt: powers of powers, long numbers, huge factorials.
 _HUGE = re.compile(
-    r"\^\s*\{[^{}]*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
+    r"\^\s*\{[^{}]*\}?\s*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
     r"|\^[^()]{0,20}\)\s*\}?\s*\^\s*\{?\s*-?\d{3}"  # a large power of a power
-    r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}|\*\*[^*]{0,20}\*\*|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
+    r"|\^\s*[{(]?\s*-?\d{5}|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
 )
 
 _CHARACTERS = str.maketrans(
@@ -50,23 +50,46 @@ _FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|arcc?tg|c?tg|log|ln|lg|exp|l
 _OTHER_NAMES = {"lg": r"\log_{10} ", "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot "}
 _UNIT_BEFORE = re.compile(r"(?:[\d})]|\\circ) ?$|/ ?$")
 
+_CONDITION = re.compile(r"[ ,]*& ?,?(?: ?\\text ?\{ ?(?:if|for|when|当) ?\}| ?(?:if|for|when)(?![a-z])| ?当)? ?")
+
 
 def _upright(match: re.Match[str]) -> str:
     """Upright letters are the letters, and names of functions the functions; anything else is a unit or text."""
     command, name = match[1] or "rm", match[2] or match[3]
-    if re.fullmatch(_FUNCTION, name):
-        return _OTHER_NAMES.get(name, f"\\{name} ")
     after_number = _UNIT_BEFORE.search(match.string[: match.start()])
+    is_time = after_number and name in ("min", "sec") and not re.search("[A-Za-z(]", match.string[match.end() :])
+    if re.fullmatch(_FUNCTION, name) and not is_time:
+        return _OTHER_NAMES.get(name, f"\\{name} ")
     if name in ("e", "i", "d") or (len(name) == 1 and not after_number):
         return name
     return name if name.isupper() and command != "text" and not after_number else rf"\text{{{name}}}"
+
+
+def _as_list(match: re.Match[str]) -> str:
+    """Of equations one below the other; of a function's cases a set of values with their conditions."""
+    rows = [
+        re.sub(r"^\{([^{}]*)\}$", r"\1", row.strip(" ,.").replace(".}", "}"))
+        for row in match[1].split(r"\\")
+        if row.strip()
+    ]
+    if "&" not in match[1]:
+        return ",".join(rows)
+    pairs = [f"({_CONDITION.sub(',', row)})" for row in rows]
+    return r"\{" + ",".join(pairs) + r"\}"
 
 
 _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
     (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
     (re.compile(r"\\(?:!|displaystyle|textstyle|phantom\{[^{}]*\}|(?:text)?color\{[^{}]*\})"), ""),
-    (re.compile(r"\\[,;:> ]|~|\\q?quad(?![a-z])|\s+"), " "),
+    (re.compile(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-z])|(?<=\\\\)\[[\d.]+[a-z]+\]|\s+"), " "),
+    (
+        re.compile(r"(?:\\left ?)?\\\{ ?\\begin\{array\}\{[lcr| ]*\}((?:(?!\\end).)*)\\end\{array\}(?: ?\\right ?\.)?"),
+        r"\\begin{cases}\1\\end{cases}",
+    ),
+    (re.compile(r"\\begin\{cases\}(.*?)\\end\{cases\}"), _as_list),
+    (re.compile(r"(?<![\w)\]}|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\-])", re.A), ""),  # bold
+    (re.compile(r"\*\* ?(-?\w+)|\*\*"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
     (re.compile(r"\\math(?:bf|bb) ?\{? ?([RNZQ])(?![A-Za-z]) ?\}?|(?<=\\in) ?([RNZQ])(?![A-Za-z])"), r"\\mathbb{\1\2}"),
     (re.compile(r"\\(?:boxed|fbox|mathbf|boldsymbol|overline|mathit|underline|emph)\s*\{([^{}]*)\}"), r"{\1}"),
@@ -91,6 +114,8 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?(?:或者?|和|与|以及) ?\}? ?(?=[-\w({\[\\])", re.A), " or "),
     (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?且 ?\}? ?(?=[-\w({\[\\])", re.A), " and "),
     (re.compile(r"负(?=[\d\\])"), "-"),
+    (re.compile(r"^\](?=[^\[\]]*,[^\[\]]*[\[\]]$)"), "("),  # ]0,1]
+    (re.compile(r"(?<=^[\[(])([^\[\]]*,[^\[\]]*)\[$"), r"\1)"),  # [0,1[
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
@@ -110,6 +135,7 @@ _NAME = re.compile(
     r" ?(?:=|\\approx) ?(?!.*=)"
 )
 _ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
+_INDEXED = re.compile(r"([A-Za-z])(?:_ ?\{?|\()(\d+)[})]? ?=(?!.*=)")
 _BASE = re.compile(r"(?<=\d) ?_ ?\{? ?(\d+)")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
@@ -167,6 +193,9 @@ def equal(truth: str, answer: str) -> bool | None:
         return False
     if _characters(truth) == _characters(answer):
         return True
+    first, second = (_INDEXED.match(text) for text in (truth, answer))
+    if first and second and first[1] == second[1] and first[2] != second[2]:  # a_1 = 3 and a_2 = 3
+        return False
     bases = [sorted(_BASE.findall(text)) for text in (truth, answer)]
     if all(bases) and bases[0] != bases[1]:  # which math-verify does not read
         return False
@@ -325,6 +354,9 @@ def _library() -> tuple[Callable[[str, str], bool], Callable[[], None]]:
 def _truths(ground_truth: Any) -> list[str]:
     """The acceptable answers. Raises ValueError when there is none: the data is wrong."""
     values = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    for value in values:
+        if isinstance(value, Mapping | list | tuple):
+            raise ValueError(f"the ground truth is a text, a number or a list of such, and not {value!r:.40}")
     texts = [str(t).strip() for t in values if t is not None]
     truths = [boxed(t) or after_marks(t) or t for t in texts if t]
     if not truths:

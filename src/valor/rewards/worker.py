@@ -28,6 +28,7 @@ from valor.tracking.progress import report_progress
 
 HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
+NOT_GRADED = "not graded"  # in place of the components of a sample whose grader failed: what went wrong
 _LARGEST = 3.4e38  # a score or component: of float32, in which scores are used
 _MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
 

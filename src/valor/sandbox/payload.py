@@ -138,6 +138,7 @@ def run_program(codes: Sequence[str]) -> None:
     """Be a script started from a shell: the first of `codes` that is Python at all."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"], sys.argv = main, ["solution.py"]
+    builtins.exit = builtins.quit = sys.exit  # which Python takes from `site`, and that is not loaded here
     exec(_compiled(codes), vars(main))
 
 

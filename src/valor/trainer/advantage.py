@@ -13,7 +13,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import AlgorithmConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.rewards.worker import Sample
+from valor.rewards.worker import NOT_GRADED, Sample
 from valor.trainer.old_log_probs import OldLogProbs
 
 LOG_PROBS = ("old_log_probs", "rollout_log_probs")
@@ -152,10 +152,9 @@ def component_scores(
     """
     out: dict[str, Tensor] = {}
     for key in keys:
-        values = [info.get(key, None if info else error_score) for info in reward_info]
-        reported = any(key in info for info in reward_info)
-        if not reported or not all(isinstance(v, bool | int | float) for v in values):
-            known = ", ".join(sorted({name for info in reward_info for name in info})) or "none"
+        values = [error_score if NOT_GRADED in info else info.get(key) for info in reward_info]
+        if not all(isinstance(v, bool | int | float) for v in values):
+            known = ", ".join(sorted({name for info in reward_info for name in info} - {NOT_GRADED})) or "none"
             raise UserError(
                 f"algorithm.adv_kwargs.reward_keys: '{key}' is not a number that every sample's grader reports "
                 f"(components are {known}): let the grader return it beside score" + ", again" * (key == "score")

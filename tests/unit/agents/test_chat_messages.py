@@ -266,6 +266,10 @@ def test_a_tokenizer_that_adds_spaces_is_refused():
 def test_calls_in_an_environments_messages_are_written_as_templates_expect_them(tokenizer):
     chat = chat_of(tokenizer, "qwen2.5")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat.read([{"role": "user", "content": parts}], "the environment") == [{"role": "user", "content": "ab"}]
+    none = {"role": "assistant", "content": "a", "tool_calls": []}  # of which Llama 3.1's template writes a text
+    assert chat.read([none], "the environment") == [{"role": "assistant", "content": "a"}]
     (read,) = chat.read([{"role": "assistant", "content": None, "tool_calls": [call]}], "the environment")
     assert read["content"] == "" and read["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 

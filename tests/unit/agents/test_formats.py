@@ -95,6 +95,8 @@ def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
         ("hermes", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object'),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "it is not valid JSON: a number"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "it is not valid JSON: a number"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1, "x": 2}}</tool_call>', '"x" is there twice'),
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "it is nested too deeply"),
         ("qwen3_coder", '<tool_call>{"name": "a"}</tool_call>', "it must be <function=NAME>"),
         ("qwen3_coder", "<tool_call><function=a>x=1</function></tool_call>", "it must be <function=NAME>"),
@@ -157,6 +159,8 @@ WRITTEN = [  # schema of an argument, what is written, what the tool gets
     ({"type": "string"}, '"7"', '"7"'),
     ({"type": "string"}, "True", "True"),
     ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "object"}, '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
     ({"description": "anything"}, "5", "5"),
     ({"$ref": "#/$defs/Nowhere"}, "5", "5"),
 ]

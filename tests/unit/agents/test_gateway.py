@@ -197,6 +197,53 @@ def test_an_answer_that_its_client_has_not_seen_has_not_happened(gateway, before
     talk(gateway, conversation)
 
 
+def test_an_answer_that_was_lost_is_given_again_whatever_came_between(gateway):
+    """Each of two conversations loses an answer; of two equal requests, only as many answers as were asked for."""
+
+    async def conversation(post, session):
+        async def ask(text, retry=0):
+            reply = await post(
+                {"messages": [{"role": "user", "content": text}]}, **{"x-stainless-retry-count": str(retry)}
+            )
+            return reply.json()["id"]
+
+        first, second = await asyncio.gather(ask("1+1="), ask("2+2="))
+        assert (await ask("1+1=", 1), await ask("2+2=", 1), await ask("1+1=", 2)) == (first, second, first)
+        assert len({first, second, again := await ask("1+1=")}) == 3 and await ask("1+1=", 1) == again
+        session.forget(session._state.request)  # its client has gone
+        assert await ask("1+1=", 1) not in (first, again)
+        assert len(session.end().turns) == 3
+
+    talk(gateway, conversation)
+
+
+def test_conversations_that_take_turns_are_rows_of_one_episode(gateway):
+    """With one opening; each answer is drawn after the conversation that asks for it, and is in one row alone."""
+
+    async def conversation(post, session):
+        async def play(name):
+            asked = {"messages": [*QUESTION], "stream": name == "b"}
+            for number in range(3):
+                reply = await post(asked)
+                if asked["stream"]:
+                    said = json.loads(reply.text.partition("\n")[0].removeprefix("data: "))["choices"][0]["delta"]
+                else:
+                    said = reply.json()["choices"][0]["message"]
+                asked["messages"] += [said, {"role": "user", "content": f"{number}{name}"}]
+            return CHAT.render(asked["messages"][:-1])
+
+        texts = await asyncio.gather(*map(play, "ab"))
+        rows = [[*episode.prompt_ids]] if (episode := session.end()) else []
+        for turn in episode.turns:
+            rows += [[*turn.prompt_ids]] if turn.prompt_ids is not None else []
+            rows[-1] += [*turn.observation_ids, *turn.token_ids]
+        shown = [CHAT.decode(row) for row in rows]
+        assert len(episode.turns) == 6 and {text.removesuffix("<|assistant|>") for text in texts} <= {*shown}
+        assert all(any(text.startswith(row) for text in texts) for row in shown)
+
+    talk(gateway, conversation)
+
+
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 def test_an_episode_ends_as_its_last_turn_did(gateway, reason):
     async def conversation(post, session):

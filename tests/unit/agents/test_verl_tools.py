@@ -162,7 +162,7 @@ def test_images_are_refused_in_a_run_on_text():
 TOOLS_FILE = """
 tools:
   - class_name: "tools_of_mine.py:Echo"
-    config: {type: native, prefix: "> "}
+    config: {type: native, prefix: "> ", times: 1e0}
     tool_schema:
       type: function
       function:
@@ -177,7 +177,7 @@ from valor.agents import BaseTool, ToolResponse, function_tool
 
 class Echo(BaseTool):
     async def execute(self, instance_id, parameters, **kwargs):
-        return ToolResponse(text=self.config["prefix"] + parameters["text"]), 0.0, {}
+        return ToolResponse(text=self.config["prefix"] * int(self.config["times"]) + parameters["text"]), 0.0, {}
 
 @function_tool
 def double(n: int):
@@ -223,6 +223,7 @@ def test_tools_of_files(tmp_path, monkeypatch):
     [
         (None, "No such file or directory; check rollout.multi_turn.tool_config_path"),
         ("a: [", "is not yaml"),
+        ("tools: []\ntools: [{class_name: python}]", "is not yaml: .* found duplicate key tools"),
         ("tools: {}", "tools: Input should be a valid list; check rollout.multi_turn.tool_config_path"),
         ("tools: [{config: {}}]", r"tools.0.class_name: Field required"),
         ("tools: [{class_name: pyton}]", r"no built-in tool 'pyton'; did you mean python\?"),

@@ -11,7 +11,7 @@ from valor.collector.collector import _add_reward_info, _failing_tool, _informat
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
-from valor.errors import StepRefused
+from valor.errors import StepRefused, UserError
 from valor.rewards.executor import RewardResult
 from valor.rollout.base import Output, Span
 from valor.trainer.advantage import component_scores
@@ -175,9 +175,10 @@ def test_a_failed_grader_has_the_error_score_in_every_component(by):
     graders.submit_all = lambda samples: [_done(next(given)) for _ in samples]
     grading = Grading(PPOConfig.model_validate({"reward": reward}), inputs_with(graders), {})
     grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
-    infos = [result.components for result in grading.training(batch_of([6, 7])).results]
+    batch = batch_of([6, 7])
+    _add_reward_info(batch, grading.training(batch).results)
     added = "overlong_reward" if by == "length" else "rm_score"
-    found = component_scores(infos, ["brief", added], -1.0)
+    found = component_scores(batch.objects["reward_info"], ["brief", added], -1.0)
     assert found["brief"].tolist() == [0.5, -1.0] and found[added][1] == -1.0
 
 
@@ -282,11 +283,14 @@ def test_dynamic_sampling_does_not_count_an_episode_that_failed_as_a_wrong_answe
 
 
 def test_a_grader_that_could_not_decide_reports_nothing_to_learn_from():
-    """GDPO then takes `error_score` for each component, as for any grader that failed."""
+    """GDPO then takes `error_score` for each component, as for any that failed; not for a score alone."""
     batch = batch_of([2, 3])
     decided, undecided = RewardResult(1.0, {"a": 1.0}), RewardResult(-1.0, {"pred": "x"}, "why", kind="undecided")
     _add_reward_info(batch, [decided, undecided])
     assert component_scores(batch.objects["reward_info"], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
+    _add_reward_info(batch, [decided, RewardResult(1.0, {})])
+    with pytest.raises(UserError, match="'a' is not a number that every sample's grader reports"):
+        component_scores(batch.objects["reward_info"], ["a"], -1.0)
 
 
 def test_verl_s_score_is_that_before_the_length_penalty():

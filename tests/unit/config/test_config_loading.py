@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from yaml import YAMLError
 
-from valor.config import CriticPretrainConfig, PPOConfig, SFTConfig, dump_yaml, load
+from valor.config import CriticPretrainConfig, PPOConfig, SFTConfig, dump_yaml, load, load_yaml
 from valor.config.base import takes_lists
 from valor.config.critic_runs import CriticSearchConfig
 from valor.config.presets import DEFAULTS
@@ -409,8 +410,10 @@ def test_keys_of_what_does_not_run_refuse_nothing(root, override):
 
 @pytest.mark.parametrize("name", ["0.10", "1_000", "1e-5", "8e12345", "+5", "007"])
 def test_a_name_that_looks_like_a_number_stays_as_it_is_typed(name, tmp_path):
-    config = load([f"trainer.experiment_name={name}", f"data.train_files={name}", "trainer.seed=1_0"]).config
+    lists = [f"data.val_files=[a,{name}]", f"trainer.logger=[~/a, {name}]"]
+    config = load([f"trainer.experiment_name={name}", f"data.train_files={name}", "trainer.seed=1_0", *lists]).config
     assert (config.trainer.experiment_name, config.data.train_files) == (name, [name])
+    assert (config.data.val_files, config.trainer.logger) == (["a", name], ["~/a", name])
     assert config.trainer.default_local_dir == f"checkpoints/valor/{name}" and config.trainer.seed == 10
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     assert load(["--config-path", str(tmp_path), "--config-name", "config"]).config == config
@@ -422,13 +425,20 @@ def test_texts_in_lists_and_dicts_need_no_quotes_and_json_is_read():
         [
             "data.train_files=[~/a.parquet, /data/文 (1).parquet]",
             'data.apply_chat_template_kwargs={"enable_thinking": false, "roles of": ["a", 1e-5, null]}',
-            "reward.custom_reward_function.reward_kwargs={'a': {b: [~/c]}}",
+            "reward.custom_reward_function.reward_kwargs={'a': {b: [~/c, 1e5, '1e5', on, 0x1f]}}",
             "trainer.default_local_dir=runs (old)/[x]",
         ]
     ).config
     assert config.data.train_files == [home, "/data/文 (1).parquet"]
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "roles of": ["a", 1e-5, None]}
-    assert config.reward.custom_reward_function.reward_kwargs == {"a": {"b": ["~/c"]}}
+    assert config.reward.custom_reward_function.reward_kwargs == {"a": {"b": ["~/c", 1e5, "1e5", "on", "0x1f"]}}
     assert config.trainer.default_local_dir == "runs (old)/[x]"
     [line] = mistakes("data.train_files=[/a?b=1&c, 'd']")
     assert "quote each text in it, and all of it for the shell: \"data.train_files=['...','...']\"" in line
+
+
+def test_yaml_of_other_files_has_the_numbers_of_the_command_line():
+    assert load_yaml("- {a: 1e5, b: [1e-5, x, '1e5'], c: '${d}'}") == [{"a": 1e5, "b": [1e-5, "x", "1e5"], "c": "${d}"}]
+    for text in ("{a: 1, a: 2}", "a: '${b'", "a: !!set {b}", "a: ["):
+        with pytest.raises(YAMLError):
+            load_yaml(text)

@@ -187,6 +187,12 @@ RIGHT: dict[str, tuple[Any, str]] = {
         ["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"],
         block("def sum(a, b):\n    return {10: 6, 100: 93}[a]"),
     ),
+    "ended by exit": (SUM, block("input()\nprint(sum(map(int, input().split())))\nexit()")),
+    "ended by quit": (SUM, block("input()\nprint(sum(map(int, input().split())))\nquit(0)")),
+    "texts that are no JSON": (
+        {"fn_name": "f", "inputs": ["a b\n3", ["cd", 1]], "outputs": ["a ba ba b", "cd"]},
+        block("def f(text, n): return text * n"),
+    ),
     "a type as argument": (
         ["assert drop([1, 'a'], str) == [1]"],
         block("def drop(v, kind): return [x for x in v if type(x) is not kind]"),
@@ -219,6 +225,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         block("import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit(3)"),
         "exit status 3",
     ),
+    "exit with a reason": (SUM, block("exit('no')"), "no"),
     "reads too much": (SUM, block("print(int(input()) + int(input()) + int(input()))"), "ValueError|EOFError"),
     "no end": (SUM | {"time_limit": 1}, block("while True: pass"), "test 1 of 3: more than 1 s of CPU time"),
     "a float where an integer was asked": (
@@ -322,6 +329,10 @@ def test_forms_of_ground_truths() -> None:
     assert code.read_tests(parquet) == code.ProgramTests(["1", "2"], ["1", "2"])
     lines = {"inputs": [["1", "2"]], "outputs": [["3", "4"]], "time_limit": 2.5}
     assert code.read_tests(lines) == code.ProgramTests(["1\n2"], ["3\n4"], seconds=3)
+    numbers = {"inputs": [1, "2"], "outputs": [1.5, 4], "time_limit": "3", "test_list": None}
+    assert code.read_tests(numbers) == code.ProgramTests(["1", "2"], ["1.5", "4"], seconds=3)
+    mixed = {"inputs": None, "outputs": None, "test_imports": None, "test_list": ["assert f(1) == 1"]}
+    assert code.read_tests(mixed) == code.read_tests({"test_list": mixed["test_list"]})
 
 
 def test_the_registry_knows_it() -> None:

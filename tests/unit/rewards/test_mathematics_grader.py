@@ -222,3 +222,9 @@ def test_what_could_not_be_decided_is_an_error_of_the_run() -> None:
     assert (decided.score, decided.error) == (1.0, None)
     assert undecided.score == -1.0 and "too large" in (undecided.error or "")
     assert undecided.components["format"] == 1.0
+
+
+@pytest.mark.parametrize("truth", [{"answer": "72"}, [[1, 2], [3, 4]], ["1", ("2", "3")]])
+def test_a_ground_truth_of_another_shape_is_an_error_and_not_a_wrong_answer(truth: object) -> None:
+    with pytest.raises(ValueError, match="the ground truth is a text, a number or a list of such"):
+        grade("math", r"\boxed{[1, 2]}", truth)

@@ -9,7 +9,7 @@ from valor.config import ActorConfig, AlgorithmConfig, PPOConfig, RolloutCorrect
 from valor.config.distillation import DistillationConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.rewards.worker import RewardResult
+from valor.rewards.worker import NOT_GRADED, RewardResult
 from valor.trainer.advantage import check_components, component_scores, compute_advantages
 from valor.trainer.old_log_probs import OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
@@ -131,9 +131,11 @@ def test_gdpo_gets_its_components():
 
 
 def test_components_of_a_failed_grader_and_of_none():
-    assert component_scores([{"a": 1}, {}], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
-    for info in ([{"a": 1}, {"b": 1}], [{}, {}], [{"a": "yes"}, {"a": 1}]):
-        with pytest.raises(UserError, match="reward_keys: 'a'"):
+    failed = {NOT_GRADED: "no score within 10 s"}
+    assert component_scores([{"a": 1}, failed], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
+    assert component_scores([failed, failed], ["a"], -1.0)["a"].tolist() == [-1.0, -1.0]
+    for info in ([{"a": 1}, {"b": 1}], [{"a": 1}, {}], [{}, {}], [failed, {}], [{"a": "yes"}, {"a": 1}]):
+        with pytest.raises(UserError, match=r"reward_keys: 'a' .* \(components are (a|a, b|none)\)"):
             component_scores(info, ["a"], 0.0)
 
 
