@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
-from yaml import MappingNode, Node, SequenceNode, YAMLError, compose
+from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError, compose
 
 from valor.config.inheritance import lookup
 from valor.config.tree import exists, is_section, plain_keys, schema
@@ -111,7 +111,9 @@ def _requoted(parser: OverridesParser, node: Node) -> str:
     if isinstance(node, SequenceNode):
         return f"[{','.join(_requoted(parser, item) for item in node.value)}]"
     with suppress(HydraException):
-        if node.style is None and not _STRUCTURED.search(node.value):  # 1e-5, true, on: as in a value that it can read
+        if (
+            isinstance(node, ScalarNode) and node.style is None and not _STRUCTURED.search(node.value)
+        ):  # 1e-5, true, on: as in a value that it can read
             parser.parse_override(f"key={node.value or 'null'}")
             return node.value or "null"
     return literal(node.value)

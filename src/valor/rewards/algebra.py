@@ -12,10 +12,9 @@ from typing import Any
 from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
-from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
+from sympy import Basic, Expr, Float, I, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
-from sympy.core.numbers import ImaginaryUnit
 from sympy.core.relational import Relational
 
 from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
@@ -82,8 +81,8 @@ def forget() -> None:
 def _constant(parsed: Sequence[Any]) -> Expr | None:
     """The number that was parsed; None for what has letters, is no number or would have to be worked out."""
     value = parsed[0] if parsed else None
-    if isinstance(value, Expr) and [symbol.name for symbol in value.free_symbols] == ["i"]:
-        value = value.subs(*value.free_symbols, ImaginaryUnit())
+    if isinstance(value, Expr) and [*map(str, value.free_symbols)] == ["i"]:
+        value = value.subs(next(iter(value.free_symbols)), I)
     if not isinstance(value, Expr) or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
         return None
     return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers
