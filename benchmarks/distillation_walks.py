@@ -1,13 +1,14 @@
 """Sampled tokens until a student is as good as its teacher, where eight choices lead to one late score: walks.
 
-    python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--write PAGE]
+    python benchmarks/distillation_walks.py --out runs/distillation_walks [--seeds 8] [--parallel 1] [--demo-size]
 
 All arms begin at one policy that takes doors at random. The teacher is what GRPO makes of it; each of the `two` was
-trained on half of the rooms and teaches that half. Students compare whole distributions: reverse KL, and forward KL
-where they are updated twice. Policies are scored exactly, by all walks from all rooms, after every second step. Tokens
-are the sampled ones up to the first such score that reaches the teacher's, less a hundredth of what can be won. Seed
-100 chooses each arm's samples a step and whether they serve one update or two; the seeds from 0 on are scored. No
-warm-up, one learning rate; GRPO has eight samples to a prompt.
+trained on half of the rooms, the best of four by the exact score there, and teaches that half. Students compare whole
+distributions: reverse KL, and forward KL where they are updated twice. Policies are scored exactly, by all walks from
+all rooms, after every second step. Tokens are the sampled ones up to the first such score that reaches the teacher's,
+less a hundredth of what can be won. Seed 100 chooses each arm's samples a step and whether they serve one update or
+two; the seeds from 0 on are scored. No warm-up; learning rate 1e-3, and for GRPO `RATES`; GRPO has eight samples to a
+prompt.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import pyarrow.parquet as pq
 
 from distillation_study import median
 from valor.rewards.walk import Walk
+from walk_values import exact_values
 from walks import base, run_arms, scores, shown, trained, warm_start
 from which_critic import chance_and_best
 
@@ -34,13 +36,15 @@ WITHIN = 0.01  # of the teacher's share of what can be won
 TUNING_SEED = 100
 CHECKED = 2  # steps between exact scores
 TEACHERS_STEPS = 60
+TRIES = 4  # at a teacher of half of the rooms: each must know its half
 Size = tuple[int, int]  # samples a step, updates on them
 SIZES: dict[str, dict[Size, int]] = {  # steps at most
-    "grpo": {(256, 1): 80, (128, 1): 120, (64, 1): 160, (64, 2): 120, (32, 1): 320, (32, 2): 240},
+    "grpo": {(256, 1): 80, (128, 1): 120, (64, 1): 240, (64, 2): 120, (32, 1): 320, (32, 2): 240},
     "teacher": {(4, 1): 240, (2, 1): 320, (2, 2): 320},
     "two": {(4, 1): 240, (2, 1): 640, (4, 2): 160, (2, 2): 320},
 }
 GRPO = {"algorithm.adv_estimator": "grpo"}
+RATES = {False: 1e-3, True: 3e-4}  # of GRPO, by whether the model is the demo's: the larger one loses runs at 1e-3
 TEACH = {
     "algorithm.adv_estimator": "grpo",
     "distillation.enabled": True,
@@ -58,10 +62,11 @@ class Study:
     walk: Walk
     settings: dict[str, Any]
     teachers: dict[str, Path]
+    demo_size: bool
 
     @classmethod
-    def prepare(cls, out: Path) -> Study:
-        files, policy = warm_start(out, LENGTH)
+    def prepare(cls, out: Path, demo_size: bool) -> Study:
+        files, policy = warm_start(out, LENGTH, demo_size=demo_size)
         rows = pq.read_table(files.train)
         halves = ["low" if int(prompt[-1]["content"]) < 4 else "high" for prompt in rows["prompt"].to_pylist()]
         extra = [{**info, "half": half} for info, half in zip(rows["extra_info"].to_pylist(), halves, strict=True)]
@@ -73,12 +78,23 @@ class Study:
             "trainer.save_freq": -1,
         }
         teachers = {"one": trained(out / "one", settings | GRPO, files.walk) / "actor"}
-        for half in ("low", "high"):
+        for half, rooms in (("low", slice(4)), ("high", slice(4, None))):
             own = out / f"{half}.parquet"
             pq.write_table(rows.filter(pa.array([other == half for other in halves])), own)
             taught = settings | GRPO | {"data.train_files": str(own)}
-            teachers[half] = trained(out / half, taught, files.walk) / "actor"
-        return cls(out, files.walk, settings, teachers)
+            tries = [
+                trained(out / f"{half}_{seed}", taught | {"trainer.seed": seed}, files.walk) / "actor"
+                for seed in range(TRIES)
+            ]
+            teachers[half] = max(tries, key=lambda actor, rooms=rooms: sum(by_room(files.walk, actor)[rooms]))
+        return cls(out, files.walk, settings, teachers, demo_size)
+
+    @property
+    def of_two(self) -> float:
+        """The share of what can be won of a policy that does in each half what its teacher does."""
+        chance, best = chance_and_best(self.walk)
+        low, high = (by_room(self.walk, self.teachers[half]) for half in ("low", "high"))
+        return (sum([*low[:4], *high[4:]]) / 8 - chance) / (best - chance)
 
     def own(self, arm: str, size: Size) -> dict[str, Any]:
         """The settings of an arm."""
@@ -92,7 +108,7 @@ class Study:
             "actor_rollout_ref.actor.ppo_epochs": updates,
         }
         if arm == "grpo":
-            return {**GRPO, **own}
+            return {**GRPO, **own, "actor_rollout_ref.actor.optim.lr": RATES[self.demo_size]}
         names = ("low", "high") if arm == "two" else ("one",)
         paths = {f"distillation.teacher_models.{name}.model_path": str(self.teachers[name]) for name in names}
         if arm == "two":
@@ -141,6 +157,12 @@ class Study:
         return "\n".join(lines)
 
 
+def by_room(walk: Walk, policy: Path) -> list[float]:
+    """Exact mean score of a policy's walks from each room."""
+    states = exact_values(walk, policy)
+    return states.value[states.token == 0].tolist()
+
+
 def label(arm: str, size: Size) -> str:
     return f"{arm}-{size[0]}x{size[1]}"
 
@@ -150,10 +172,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/distillation_walks"))
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--demo-size", action="store_true", help="students of the demo's size: three layers of 128")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    study, seeds = Study.prepare(arguments.out), range(arguments.seeds)
-    of_teachers = {name: max(study.shares(arguments.out / name).values()) for name in study.teachers}
+    study, seeds = Study.prepare(arguments.out, arguments.demo_size), range(arguments.seeds)
+    of_teachers = {"one": max(study.shares(arguments.out / "one").values()), "two, each in its half": study.of_two}
     print("shares of the teachers:", of_teachers, flush=True)
     for arm in SIZES:
         for size in SIZES[arm]:

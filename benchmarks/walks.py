@@ -32,14 +32,17 @@ CONFIGS = Path(demo.__file__).with_name("demo_config")
 SAMPLES, GROUP = 256, 8  # a step, and of a prompt: for every arm
 
 
-def warm_start(out: Path, length: int, seed: int = 0) -> tuple[DataFiles, Path]:
-    """Data of walks of this length, and a policy that knows where doors lead and takes them at random."""
+def warm_start(out: Path, length: int, seed: int = 0, *, demo_size: bool = False) -> tuple[DataFiles, Path]:
+    """Data of walks of this length, and a policy that knows where doors lead and takes them at random: smaller than
+    the demo's model or, with `demo_size`, that model."""
     folder = out / f"length_{length}"
     files = walk.make_data(folder / "data", seed, length=length)
     trained = folder / "sft" / "huggingface" / "actor"
     if not trained.is_dir():
-        smaller(walk.make_model(folder / "model", seed), seed)
-        settings = demo.sft_overrides(folder / "model", files, folder / "sft", seed)
+        model = walk.make_model(folder / "model", seed)
+        if not demo_size:
+            smaller(model, seed)
+        settings = demo.sft_overrides(model, files, folder / "sft", seed)
         in_fork(_sft, [*settings, f"data.max_length={2 * length + 8}"])
     return files, trained
 
