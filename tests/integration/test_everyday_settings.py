@@ -643,9 +643,11 @@ def expected_update(run: Run, update: Update) -> dict[str, float]:
     rows = update.rows
     pg, entropies, kls, clipped = [], [], [], 0
     read = run.oracle.load(update.before).rows(rows, run[f"{ROLLOUT}.temperature"])
+    # The same weights have the ratio 1; under bfloat16 another pass's rounding is enough to be clipped.
+    is_first = not run.exact and update is run.seen.of("actor", update.step)[0]
     for i, (new, entropy, _) in enumerate(read):
         n = len(new)
-        old = rows["old_log_probs"][i, :n] if "old_log_probs" in rows else new.detach()
+        old = rows["old_log_probs"][i, :n] if "old_log_probs" in rows and not is_first else new.detach()
         advantages = rows["advantages"][i, :n]
         pg.append(policy_losses(run, new, old, advantages))
         entropies.append(entropy)
@@ -699,10 +701,12 @@ def _(run: Run, value: Any) -> None:
     if run[f"{MODEL}.lora_rank"]:
         return
     rough = {"rel": 1e-3, "abs": 1e-4} if run.exact else {"rel": 0.3, "abs": 0.03}
+    # Sums whose terms cancel: under bfloat16 the rounding of ratios and gaps decides them.
+    cancels = () if run.exact else ("pg_loss", "kl_loss") if run[f"{ACTOR}.kl_loss_type"] == "kl" else ("pg_loss",)
     for update in (run.seen.of("actor")[0], run.seen.of("actor")[-1]):
         for name, number in expected_update(run, update).items():
-            if name == "pg_loss" and not run.exact:
-                continue  # a sum that cancels: rounding of the ratios decides it
+            if name in cancels:
+                continue
             assert update.metrics[name] == pytest.approx(number, **rough), (name, update.step)
 
 
