@@ -317,7 +317,8 @@ def _without_units(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _unit_apart(text: str) -> tuple[str, Unit | None]:
-    if (match := _TEXT_UNIT.search(text)) and (read := read_unit(match[0])):
+    match = _TEXT_UNIT.search(text)
+    if match and match.start() and (read := read_unit(match[0])):
         factor, unit = read
         if factor == 1 and (unit.dimensions or match[1].endswith(("unit", "units"))):
             return text[: match.start()], unit
