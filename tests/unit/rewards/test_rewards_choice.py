@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (full-width marks are what some are about)
 """Multiple choice: how a letter or an option is named, and what is no choice."""
 
 from typing import Any
