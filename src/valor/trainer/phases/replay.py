@@ -14,7 +14,7 @@ from valor.trainer.phases.update_critic import UpdateCritic
 
 
 class UpdateCriticWithReplay(UpdateCritic):
-    """The critic's updates on the step's samples, then as many on those of each of the steps before.
+    """The critic's updates on the step's samples, then on those of earlier steps.
 
     Targets of earlier samples are the returns that they had, under the policies of their time; values are clipped
     around those of the present weights. The samples are part of a checkpoint. The critic's metrics are of the step's
@@ -44,7 +44,8 @@ class UpdateCriticWithReplay(UpdateCritic):
             measured = critics.update(samples.union(values), step, last=number == max(again))
             losses.append(measured["critic/vf_loss"])
         names = [name for name in (*self.reads, *self.reads_if_there, IMAGES) if name in rows and name != "values"]
-        self.earlier[step] = rows.select(names)
+        tensors = {name: rows[name] for name in names if name in rows.tensors}  # here: generators may be replaced
+        self.earlier[step] = Batch(tensors, {name: rows.objects[name] for name in names if name in rows.objects})
         self.earlier = dict([*self.earlier.items()][-self.config.critic.replay_steps :])
         return Batch(), metrics | ({"critic/replay_vf_loss": sum(losses) / len(losses)} if losses else {})
 
