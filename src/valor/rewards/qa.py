@@ -236,10 +236,16 @@ def _contains(text: str, truth: str) -> bool:
 
 def content_words(text: str) -> list[str]:
     """Words for comparison: no accents, plurals, possessives, articles; numbers as digits."""
-    text = unicodedata.normalize("NFKD", half_width(text)).lower().replace("&", " and ").replace("\u2019", "'")
+    text = (
+        unicodedata.normalize("NFKD", half_width(text))
+        .lower()
+        .replace("&", " and ")
+        .replace("\u2019", "'")
+        .replace("%", " percent")
+    )
     text = "".join(c for c in text if not unicodedata.combining(c))
     text = re.sub(r"(?<=\d),(?=\d{3})|'s?\b|(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{4})\d+\b|(?<=\d)\.0\b", "", text)
-    text = re.sub(r"\b(?:[a-z]\.){2,}", lambda m: m[0].replace(".", ""), text)  # u.s.
+    text = re.sub(r"\b(?:[a-z]\. ?){2,}", lambda m: re.sub("[. ]", "", m[0]) + " ", text)  # u.s., j. k.
     text = re.sub(r"\b(\w*(?:met|lit|cent|theat))re(s?)\b", r"\1er\2", text)
     words = re.findall(rf"\d+(?:\.\d+)?|[{_HAN}]|[^\W{_HAN}]+", with_digits(text))
     return [_SAME.get(word) or _singular(word) for word in words if word not in _ARTICLES]

@@ -20,6 +20,10 @@ def test_squad_normalization_and_f1() -> None:
     ("answer", "truth", "right"),
     [
         ("Paris", "Paris", 1),
+        ("JK Rowling", "J. K. Rowling", 1),
+        ("It was J.K. Rowling.", "J. K. Rowling", 1),
+        ("J. R. Rowling", "J. K. Rowling", 0),
+        ("10 percent", "10%", 1),
         ("the paris.", "Paris", 1),
         ("The capital is Paris.", "Paris", 1),
         ("London", "Paris", 0),
