@@ -21,10 +21,10 @@ from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
 from valor.trainer.phases.critic_prompts import check_critic_prompts
+from valor.trainer.phases.distillation import check_routes
 from valor.trainer.plan import num_rows
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
-from valor.trainer.teachers import check_routes
 
 _ROWS = 2000  # of each data set that are rendered and tokenised
 

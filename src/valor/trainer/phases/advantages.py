@@ -20,8 +20,7 @@ from valor.trainer.advantage import (
     from_critic,
     offered_settings,
 )
-from valor.trainer.options import option_mistakes
-from valor.trainer.phases.base import Metrics, Phase, of_rows, where_true
+from valor.trainer.phases.base import Metrics, Phase, of_rows, option_mistakes, where_true
 
 _READS_IF_THERE = """
     finish_reason reward_info episode reward_baselines progress reward_missing turn_ids values branch_mask

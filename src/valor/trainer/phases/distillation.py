@@ -1,25 +1,30 @@
-"""Teachers: the log-probs that they give the sampled tokens, and what these are worth as rewards."""
+"""Teachers: whose a row is, the log-probs that they give the sampled tokens, and what these are worth as rewards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor import algorithms
 from valor.algorithms import ADVANTAGES
+from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.config.distillation import TeacherConfig
+from valor.config.distillation import DistillationConfig, TeacherConfig
 from valor.data.batch import Batch
+from valor.data.prompts import render, token_ids
+from valor.errors import StepRefused, UserError
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.prompt_templates import COLUMNS, reading_more
+from valor.trainer.prompt_templates import COLUMNS, check_longest, columns_of, filled, reading_more
 from valor.trainer.served_teacher import served_log_probs
-from valor.trainer.teachers import TEMPLATE, routed
 from valor.workers.actor import sampled_options
 from valor.workers.roles import teacher_names
+from valor.workers.teacher import check_teachers, teacher_model
 
 TEACHER = "teacher"  # column [B]: number of each row's teacher
+TEMPLATE = "distillation.teacher_models.<name>.prompt_template"
 
 
 class Teachers(Phase):
@@ -57,8 +62,7 @@ class Teachers(Phase):
                 "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
                 f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
                 "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
-                "distillation.teacher_models.<name>.prompt_template is for answers of one turn, and here episodes are "
-                "played: drop it": config.plays_episodes
+                f"{TEMPLATE} is for answers of one turn, and here episodes are played: drop it": config.plays_episodes
                 and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
                 "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
                 "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
@@ -225,3 +229,51 @@ class TeacherRewards(Phase):
         if teach.distillation_loss.use_task_rewards:
             rewards = rewards + batch["token_level_rewards"]
         return Batch({"token_level_rewards": rewards}), {}
+
+
+def routed(batch: Batch, config: DistillationConfig) -> Tensor:
+    """[B] number of each row's teacher in `teacher_models`. StepRefused: a row has none."""
+    try:
+        return torch.tensor([_number(config, *row) for row in zip(*map(batch.objects.get, COLUMNS), strict=True)])
+    except UserError as error:
+        raise StepRefused(str(error)) from error
+
+
+def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
+    """UserError: a teacher that the policy cannot learn from, or a row of the training prompts without a teacher, or
+    without a column that its teacher is told, or with more of it than that has positions."""
+    section, tokenizer = config.distillation, inputs.tokenizer
+    if not section.enabled:
+        return
+    check_teachers(config, tokenizer)
+    teachers = [*section.teacher_models.values()]
+    longest = [0] * len(teachers)
+    for row in inputs.train if section.routes or teachers[0].prompt_template is not None else ():
+        values = (row.data_source, row.ground_truth, row.extra_info)
+        number = _number(section, *values)
+        if (template := teachers[number].prompt_template) is not None:
+            messages = filled(template, TEMPLATE, row.messages, columns_of(*values))
+            text = render(tokenizer, messages, {**config.data.apply_chat_template_kwargs, **row.template_kwargs})
+            longest[number] = max(longest[number], len(token_ids(tokenizer, [text])[0]))
+    for teacher, prompt in zip(teachers, longest, strict=True):
+        if prompt and teacher.url is None:
+            model = config.actor_rollout_ref.model
+            model = model if teacher.model_path is None else teacher_model(config, teacher)
+            check_longest(TEMPLATE, prompt, config.data.max_response_length, model)
+
+
+def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Mapping[str, Any]) -> int:
+    if not config.routes:
+        return 0
+    key = data_source if config.teacher_key == "data_source" else str(extra_info.get(config.teacher_key))
+    keys = [str(teacher.key) for teacher in config.teacher_models.values()]
+    if config.teacher_key not in ("data_source", *extra_info):
+        raise UserError(
+            f"a row has no '{config.teacher_key}' in extra_info, where distillation.teacher_key is looked up"
+        )
+    if key not in keys:
+        raise UserError(
+            f"a row has {config.teacher_key}={key}, and no teacher has that key (they have {', '.join(keys)}): set "
+            "distillation.teacher_models.<name>.key"
+        )
+    return keys.index(key)

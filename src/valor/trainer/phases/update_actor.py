@@ -14,8 +14,7 @@ from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs
-from valor.trainer.options import option_mistakes
-from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.base import Metrics, Phase, option_mistakes
 from valor.trainer.phases.old_log_probs import correction_plan
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.updates import teacher_columns
