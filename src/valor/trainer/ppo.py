@@ -53,7 +53,6 @@ class PPORun(Run):
 
     config: PPOConfig
     record: PPORecorder
-    roles: Pools
     collector: Collector
 
     def __init__(self, config: PPOConfig, command: str) -> None:

@@ -26,7 +26,6 @@ from valor.workers.sft import SFTWorker
 
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
-
 Samples = DemonstrationDataset | PreferenceDataset
 
 
