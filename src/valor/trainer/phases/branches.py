@@ -25,20 +25,19 @@ class Branches(Phase):
         algorithm, v1, share = config.algorithm, config.trainer.v1, "algorithm.branch_values.share"
         masked, loop = algorithm.reward_mask_ratio > 0, config.default_agent_loop
         taken = "reward_mask_ratio" if masked else "reward_source=critic"
-        yield from where_true(
-            {
-                f"{share}={algorithm.branch_values.share} needs a critic: set critic.enable=true": (
-                    not config.critic.enable
-                ),
-                f"{share}: branches go off answers of one turn, and this run's loop ({loop}) may play several: set it "
-                "to 0": config.plays_episodes,
-                f"trainer.v1.trainer_mode={v1.trainer_mode}: branches go on by the weights that answered: set "
-                "trainer_mode=sync": v1.runs_ahead,
-                f"algorithm.branch_values grade outcomes, which algorithm.{taken} is to do without: drop one of them": (
-                    masked or algorithm.reward_source == "critic"
-                ),
-            }
-        )
+        wrong = {
+            f"{share}={algorithm.branch_values.share} needs a critic: set critic.enable=true": (
+                not config.critic.enable
+            ),
+            f"{share}: branches go off answers of one turn, and this run's loop ({loop}) may play several: set it to "
+            "0": config.plays_episodes,
+            f"trainer.v1.trainer_mode={v1.trainer_mode}: branches go on by the weights that answered: set "
+            "trainer_mode=sync": v1.runs_ahead,
+            f"algorithm.branch_values grade outcomes, which algorithm.{taken} is to do without: drop one of them": (
+                masked or algorithm.reward_source == "critic"
+            ),
+        }
+        yield from where_true(wrong)
 
     def plan(self) -> str:
         data, branching = self.config.data, self.config.algorithm.branch_values

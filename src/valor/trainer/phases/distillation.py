@@ -47,37 +47,37 @@ class Teachers(Phase):
         estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         staged = actor.strategy == "megatron" and actor.megatron.pipeline_model_parallel_size > 1
         pooled = any("teacher" in pool.roles for pool in config.pools.values())
-        yield from where_true(
-            {
-                f"{mode} compares whole distributions, and so does actor_rollout_ref.actor.kl_loss_type=full: set that "
-                "to an estimator such as k3": teach.of_distributions and actor.exact_kl_loss,
-                f"{mode} compares whole distributions, which pipeline stages do not have: set actor_rollout_ref.actor."
-                "megatron.pipeline_model_parallel_size=1, or an estimator such as k3": teach.of_distributions
-                and staged,
-                f"{mode} compares whole distributions, beside the actor: set distillation.nnodes=0, or "
-                "an estimator such as loss_mode=k3": teach.of_distributions and pooled,
-                f"the critic of {estimator} would learn for nothing, as distillation.distillation_loss.use_task_rewards"
-                f"=false leaves its advantages out: set {as_reward} with use_policy_gradient=true, or "
-                "algorithm.adv_estimator=grpo": teach.replaces_advantages and config.critic.enable,
-                "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
-                f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
-                "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
-                f"{TEMPLATE} is for answers of one turn, and here episodes are played: drop it": config.plays_episodes
-                and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
-                "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
-                "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
-                    (teacher.temperature or config.actor_rollout_ref.rollout.temperature) != 1.0
-                    for teacher in teach.served.values()
-                ),
-                f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
-                "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
-                f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
-                    teach.as_reward and algorithm.reward_source == "critic"
-                ),
-                f"{as_reward}: algorithm.reward_mask_ratio takes rewards away, but not the teacher's: set "
-                "signal=advantage": teach.as_reward and algorithm.reward_mask_ratio > 0,
-            }
-        )
+        wrong = {
+            f"{mode} compares whole distributions, and so does actor_rollout_ref.actor.kl_loss_type=full: set that to "
+            "an estimator such as k3": teach.of_distributions and actor.exact_kl_loss,
+            f"{mode} compares whole distributions, which pipeline stages do not have: set "
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1, or an estimator such as "
+            "k3": teach.of_distributions and staged,
+            f"{mode} compares whole distributions, beside the actor: set distillation.nnodes=0, or an estimator such "
+            "as loss_mode=k3": teach.of_distributions and pooled,
+            f"the critic of {estimator} would learn for nothing, as "
+            f"distillation.distillation_loss.use_task_rewards=false leaves its advantages out: set {as_reward} with "
+            "use_policy_gradient=true, or algorithm.adv_estimator=grpo": teach.replaces_advantages
+            and config.critic.enable,
+            "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
+            f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
+            "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
+            f"{TEMPLATE} is for answers of one turn, and here episodes are played: drop it": config.plays_episodes
+            and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
+            "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
+            "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
+                (teacher.temperature or config.actor_rollout_ref.rollout.temperature) != 1.0
+                for teacher in teach.served.values()
+            ),
+            f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
+            "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
+            f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
+                teach.as_reward and algorithm.reward_source == "critic"
+            ),
+            f"{as_reward}: algorithm.reward_mask_ratio takes rewards away, but not the teacher's: set "
+            "signal=advantage": teach.as_reward and algorithm.reward_mask_ratio > 0,
+        }
+        yield from where_true(wrong)
 
     def plan(self) -> str:
         teach = self.config.distillation
@@ -114,19 +114,18 @@ class MovingTeachers(Phase):
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         at, policy = "distillation.teacher_models.<name>.update_rate", config.actor_rollout_ref
-        yield from where_true(
-            {
-                f"{at} needs the policy in the same processes: drop distillation.nnodes": any(
-                    "teacher" in pool.roles for pool in config.pools.values()
-                ),
-                f"{at} follows all weights of a policy, and here adapters are trained: set actor_rollout_ref.model."
-                "lora_rank=0": policy.model.lora_rank > 0,
-                f"{at} is not for megatron: set actor_rollout_ref.actor.strategy=fsdp2": policy.actor.strategy
-                == "megatron",
-                f"{at}: bfloat16 weights would round small moves away: set distillation.fsdp_config.model_dtype="
-                "float32": config.distillation.fsdp_config.model_dtype != "float32",
-            }
-        )
+        wrong = {
+            f"{at} needs the policy in the same processes: drop distillation.nnodes": any(
+                "teacher" in pool.roles for pool in config.pools.values()
+            ),
+            f"{at} follows all weights of a policy, and here adapters are trained: set "
+            "actor_rollout_ref.model.lora_rank=0": policy.model.lora_rank > 0,
+            f"{at} is not for megatron: set actor_rollout_ref.actor.strategy=fsdp2": policy.actor.strategy
+            == "megatron",
+            f"{at}: bfloat16 weights would round small moves away: set "
+            "distillation.fsdp_config.model_dtype=float32": config.distillation.fsdp_config.model_dtype != "float32",
+        }
+        yield from where_true(wrong)
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         teachers = self.config.distillation.teacher_models.values()
