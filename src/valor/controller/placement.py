@@ -57,7 +57,6 @@ class Placement:
         return max(available_cores(), sum(pool.processes_per_node * pool.num_threads for pool in self.pools.values()))
 
     def pool_of(self, role: str) -> str:
-        """Name of the role's pool."""
         return self.home.get(role, MAIN)
 
     def table(self, roles: Iterable[str]) -> str:

@@ -73,7 +73,6 @@ class Estimate:
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
         return max(self.phases, key=self.peak)
 
     def fits(self, machine: Machine) -> bool:

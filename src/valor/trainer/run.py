@@ -323,7 +323,6 @@ class SkippedUpdates:
 
     @property
     def all_skipped(self) -> bool:
-        """Whether a role has reached the limit."""
         return max(self.in_a_row.values(), default=0) >= self._limit
 
     def count(self, role: str, skipped: bool, step: int) -> None:

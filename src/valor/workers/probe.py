@@ -50,7 +50,6 @@ class ProbeCritic:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the share of a batch that this rank computes."""
         return self._states_of.data_parallel_rank
 
     @Dispatch("dp", reads=(*ROW_FIELDS, "response_mask"), stays=("values",))
@@ -102,13 +101,11 @@ class ProbeCritic:
 
     @Dispatch("all")
     def load(self, directory: Path) -> None:
-        """What `save` wrote, at any world size."""
         with disk_errors(directory):
             self._read(directory)
 
     @Dispatch("all", light=True)
     def checkpoint_bytes(self) -> int:
-        """How large what `save` writes will be."""
         return 8 * (4 * self._projection.size) ** 2
 
     @Dispatch("all")

@@ -39,7 +39,6 @@ class Schedule:
             available |= phase.adds
 
     def bind(self, resources: Resources) -> None:
-        """Gives the phases what they work with."""
         for phase in self.phases:
             phase.resources = resources
 
