@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms import compute_advantages, mismatch_sums
+from valor.algorithms import compute_advantages
 from valor.algorithms.groups import Groups, mean_of_others, scored_groups
 from valor.config import PPOConfig
 from valor.data.balance import grouped
@@ -22,17 +22,6 @@ from valor.tracking.metrics import (
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
 _NUM_TURNS = 8  # that have an explained variance of their own
-
-
-def old_log_prob_metrics(batch: Batch) -> dict[str, float]:
-    """Entropy of the policy, and how far its log-probs are from those that the rollout engine gave."""
-    mask, old = batch["response_mask"], batch["old_log_probs"]
-    count = max(float(mask.sum()), 1.0)
-    gaps = mismatch_sums(old, batch["rollout_log_probs"], mask, count)
-    return {
-        "actor/entropy": float((batch["entropy"] * mask).sum() / count),
-        **{name: gap.item() for name, gap in gaps.items()},
-    }
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

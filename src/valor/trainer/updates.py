@@ -14,7 +14,7 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
 from valor.data.sampler import shuffled
-from valor.errors import StepRefused, UserError
+from valor.errors import UserError
 from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
@@ -41,15 +41,6 @@ class Updates:
         self._whiten = "whitening" in options and config.algorithm.adv_whitening == "mini_batch"
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
-
-    def check(self, batch: Batch) -> None:
-        """StepRefused: the policy loss cannot be right for these rows."""
-        if self._loss.capability.one_row and Episodes(batch).forked:
-            raise StepRefused(
-                f"policy loss {self._loss.name} has to see a response at once, and this step has episodes in several "
-                "rows (the chat template, or the agent, has rewritten what was said): use "
-                "actor_rollout_ref.actor.policy_loss.loss_mode=turn_ppo or gspo"
-            )
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:
         """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.

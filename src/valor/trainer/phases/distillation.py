@@ -97,7 +97,11 @@ class Teachers(Phase):
         teach = self.config.distillation
         falls = teach.distillation_loss.distillation_loss_coef_decay_steps is not None
         metrics = {"distillation/coefficient": teach.coefficient(step)} if falls else {}
-        return Batch({TEACHER: routed(batch, teach)}), metrics
+        try:
+            numbers = [_number(teach, *row) for row in zip(*map(batch.objects.get, COLUMNS), strict=True)]
+        except UserError as error:
+            raise StepRefused(str(error)) from error
+        return Batch({TEACHER: torch.tensor(numbers)}), metrics
 
 
 class MovingTeachers(Phase):
@@ -228,14 +232,6 @@ class TeacherRewards(Phase):
         if teach.distillation_loss.use_task_rewards:
             rewards = rewards + batch["token_level_rewards"]
         return Batch({"token_level_rewards": rewards}), {}
-
-
-def routed(batch: Batch, config: DistillationConfig) -> Tensor:
-    """[B] number of each row's teacher in `teacher_models`. StepRefused: a row has none."""
-    try:
-        return torch.tensor([_number(config, *row) for row in zip(*map(batch.objects.get, COLUMNS), strict=True)])
-    except UserError as error:
-        raise StepRefused(str(error)) from error
 
 
 def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
