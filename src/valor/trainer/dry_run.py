@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,9 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
 
 def _check_inputs(config: PPOConfig) -> None:
     """UserError: what the run refuses of its rows."""
-    inputs = RunInputs(config)
-    try:
+    with closing(RunInputs(config)) as inputs:
         check_routes(config, inputs)
         check_critic_prompts(config, inputs)
-    finally:
-        inputs.close()
 
 
 def _on_few_rows(config: Any) -> Any:

@@ -37,10 +37,7 @@ class RolloutLogProbs(Phase):
 
 
 class RecomputedLogProbs(Phase):
-    """One pass of the actor over the batch.
-
-    A batch that gets one update needs none: the ratio is 1 then.
-    """
+    """One pass of the actor over the batch."""
 
     name = "old_log_prob"
     role = "actor"
