@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms import compute_advantages
 from valor.algorithms.groups import Groups, mean_of_others, scored_groups
+from valor.algorithms.scan import returns_to_go
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
@@ -60,15 +60,12 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
     """Variance of the return that follows a policy token minus its value, and minus the mean return of the prompt's
     other samples (of all others where it has none): does this critic help as a baseline, on this batch?
 
-    Of Monte-Carlo returns, by the critic as it was before this batch, and without whitening: lambda below 1 makes the
-    variance small with any values. Where values have a target.
+    Of Monte-Carlo returns, by the critic as it was before this batch: lambda below 1 makes the variance small with any
+    values. Where values have a target.
     """
     batch = batch.take((batch["response_mask"] != 0).any(1).nonzero().flatten())  # what is rejected has no return
-    mask, rewards = batch["response_mask"], batch["token_level_rewards"]
-    none = torch.zeros_like(rewards)
-    returns = compute_advantages(
-        "gae", rewards=rewards, response_mask=mask, values=none, gamma=gamma, whitening="none"
-    )[1].double()
+    mask = batch["response_mask"]
+    returns = returns_to_go(batch["token_level_rewards"], mask, gamma).double()
     outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
     others = mean_of_others(outcomes, batch.objects["uid"])
     where = batch.tensors.get("value_mask", mask) != 0
