@@ -152,11 +152,11 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
-        self._estimator = targets_by_ranks(config)
+        self._targets = targets_by_ranks(config)
 
     def values_in_update(self, batch: Batch, step: int) -> bool:
         """Whether values and update of this step share a forward pass, the critic's ranks making the targets."""
-        possible = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
+        possible = self._targets is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
         return possible and len(self.updates.rows_of_updates("critic", batch, step)) == 1
 
     def update_with_values(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
@@ -166,7 +166,7 @@ class Critics:
         (rows,) = self.updates.mini_batches("critic", critic_rows(batch), step)
         self.updates.skips.updating = True
         with phase("train critic", unit="micro-batch"):
-            result = self.roles[name].update_with_values(rows, self._estimator)
+            result = self.roles[name].update_with_values(rows, self._targets)
         metrics = result.meta.pop("metrics")
         self.updates.skips.count(name, bool(metrics["skipped"]), step)
         return result, named("critic", [metrics]) | {"critic/frozen": 0.0}
