@@ -28,9 +28,7 @@ class Branches(Phase):
         masked, loop = algorithm.reward_mask_ratio > 0, config.default_agent_loop
         taken = "reward_mask_ratio" if masked else "reward_source=critic"
         wrong = {
-            f"{share}={algorithm.branch_values.share} needs a critic: set critic.enable=true": (
-                not config.critic.enable
-            ),
+            f"{share}={algorithm.branch_values.share} needs a critic: set critic.enable=true": not config.critic.enable,
             f"{share}: branches go off answers of one turn, and this run's loop ({loop}) may play several: set it to "
             "0": config.plays_episodes,
             f"trainer.v1.trainer_mode={v1.trainer_mode}: branches go on by the weights that answered: set "

@@ -82,9 +82,8 @@ def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
     longest = 0
     for row in inputs.train:
         try:
-            messages = filled(
-                template, KEY, row.messages, columns_of(row.data_source, row.ground_truth, row.extra_info)
-            )
+            columns = columns_of(row.data_source, row.ground_truth, row.extra_info)
+            messages = filled(template, KEY, row.messages, columns)
         except UserError:
             if drawn:
                 return

@@ -82,9 +82,8 @@ class Teachers(Phase):
     def plan(self) -> str:
         teach = self.config.distillation
         loss = teach.distillation_loss
-        names = ", ".join(
-            f"{name} ({t.url or t.model_path or 'the policy'})" for name, t in teach.teacher_models.items()
-        )
+        teachers = teach.teacher_models.items()
+        names = ", ".join(f"{name} ({each.url or each.model_path or 'the policy'})" for name, each in teachers)
         by = f" by {teach.teacher_key}" if teach.routes else ""
         form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
         decay = loss.distillation_loss_coef_decay_steps
