@@ -43,8 +43,12 @@ class Updates:
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:
-        """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own; means over
-        the updates. Diverged: `trainer.max_skipped_updates` of them in a row had non-finite gradients."""
+        """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.
+
+        Metrics are means over the updates.
+
+        Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
+        """
         count = len(self.rows_of_updates(role, batch, step, member))
         if role == "actor" and self.old.on_policy and count > 1:
             raise UserError(
