@@ -138,7 +138,9 @@ class Grading:
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> tuple[list[RewardResult], Tensor | None]:
         """Scores with the sums of the steps' and turns' rewards, and these on tokens [R, T]; None where there are none.
-        A step that the response does not have makes its sample an error."""
+
+        A step that the response does not have makes its sample an error.
+        """
         if "turn_rewards" not in batch and not any(result.steps for result in results):
             return results, None
         mask, results = batch["response_mask"], list(results)
@@ -226,7 +228,10 @@ class Grading:
 
     def _without_overlong_penalty(self, results: list[RewardResult], batch: Batch) -> list[RewardResult]:
         """Under `reward_manager.name=dapo` with an overlong buffer: scores less DAPO's soft penalty for length, that of
-        an episode's longest row, as the limit is that of a row. Whether an answer is right stays as it was."""
+        an episode's longest row, as the limit is that of a row.
+
+        The penalty is the component `overlong_reward` (0 or negative); whether an answer is right stays as it was.
+        """
         buffer = self.config.reward_kwargs.overlong_buffer_cfg
         if self.config.reward_manager.name != "dapo" or not buffer.enable:
             return results

@@ -246,8 +246,10 @@ class RayGroup(WorkerGroup):
     def _get(
         self, refs: list[Any], number: int | None = None, sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
-        """Results in order; progress, items of the sink and messages of the feed are passed on meanwhile. A rank's
-        error is raised as its own type: UserError, TrainingStopped, WorkerDied where a process has died."""
+        """Results in order; progress, items of the sink and messages of the feed are passed on meanwhile.
+
+        A rank's error is raised as its own type: UserError, TrainingStopped, WorkerDied where a process has died.
+        """
         self._unfinished = list(refs)
         try:
             results = self._wait(refs, number, sink, feed)

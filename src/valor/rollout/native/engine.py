@@ -266,8 +266,10 @@ class NativeEngine(RolloutEngine):
             intake.aborted.clear()  # the rest had ended before
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:
-        """Give all rows one token after another until one of them ends, or for `longest` steps. RuntimeError: the
-        logits are not finite."""
+        """Give all rows one token after another until one of them ends, or for `longest` steps.
+
+        Raises RuntimeError when the model's logits are not finite.
+        """
         device = input_device(self._hf)
         sampler = BatchSampler([row.request.params for row in rows], device)
         forward = self._replays or self._decoder or self._forward
@@ -345,8 +347,10 @@ def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
 
 
 def _padded_batches(groups: list[Group]) -> Iterable[list[Group]]:
-    """Consecutive groups, longest prompt first, whose padded prompts hold at most MAX_TOKENS tokens (or one group);
-    what is enough to keep the processor busy is not padded much."""
+    """Consecutive groups, longest prompt first, whose padded prompts hold at most MAX_TOKENS tokens (or one group).
+
+    A batch that is large enough to keep the processor busy is closed rather than padded much.
+    """
     batch: list[Group] = []
     for group in groups:
         width = len(batch[0].prompt_ids) if batch else 0
