@@ -32,6 +32,10 @@ CLOSED_FORM = [{POLICY_LR: lr, "algorithm.lam": lam} for lr in (5e-4, 1e-3) for 
 OWN_RETURNS = [
     {POLICY_LR: lr, "algorithm.lam": lam, "algorithm.lam_critic": 1.0} for lr in (5e-4, 1e-3) for lam in (0.5, 0.9)
 ]
+WITH_REPLAY = [
+    {POLICY_LR: 1e-3, "algorithm.lam": 0.9, "algorithm.lam_critic": 1.0, "critic.replay_steps": steps}
+    for steps in (4, 8)
+]
 EXACT = Path(__file__).parents[1] / "examples" / "phases" / "exact_values.py"
 ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     CONTROL: ({"algorithm.adv_estimator": "grpo"}, WITHOUT_CRITIC),
@@ -39,6 +43,7 @@ ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "REINFORCE++": ({"algorithm.adv_estimator": "reinforce_plus_plus"}, WITHOUT_CRITIC),
     "PPO": ({}, OWN_RETURNS),
     "PPO, residual": ({"critic.target": "residual"}, OWN_RETURNS),
+    "PPO, replay": ({}, WITH_REPLAY),
     "PPO, anchored": ({"critic.target": "anchored"}, OWN_RETURNS),
     "closed form": ({"critic.kind": "probe"}, CLOSED_FORM),
     "closed form, residual": ({"critic.kind": "probe", "critic.target": "residual"}, CLOSED_FORM),
@@ -76,7 +81,8 @@ def short(setting: Mapping[str, Any]) -> str:
     """What was chosen, as the table says it."""
     lam = f", λ {setting['algorithm.lam']:g}" if "algorithm.lam" in setting else ""
     kl = f", KL {setting[KL]:g}" if KL in setting else ""
-    return f"lr {setting[POLICY_LR]:.0e}{lam}{kl}"
+    replay = f", replay {setting['critic.replay_steps']}" if "critic.replay_steps" in setting else ""
+    return f"lr {setting[POLICY_LR]:.0e}{lam}{replay}{kl}"
 
 
 def tuned(out: Path, settings: dict[str, Any], arm: str, kl: bool, parallel: int, walk: Walk) -> dict[str, Any]:

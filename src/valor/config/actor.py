@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import (
     PathStr,
@@ -211,6 +211,8 @@ class CriticConfig(
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     unclipped_steps: StepRanges = key([], {**_TRAINED, ".cliprange_value": ""})
     """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
+    replay_steps: NonNegativeInt = key(0, _TRAINED)
+    """Earlier steps on whose samples it trains again in each step: as many more updates, against noise; 0 for none."""
     optim: FastOptimConfig = section(FastOptimConfig, _TRAINED)
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, _A_MODEL)
     fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig, _A_MODEL)

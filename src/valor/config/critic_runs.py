@@ -53,6 +53,7 @@ class CriticRunConfig(PPOConfig):
             "the policy is not trained here, and returns are outcomes (lambda 1)": _POLICY_UPDATE,
             "steps of a PPO run alone are traced": "global_profiler.*",
             "policy and critic take turns on all processes of trainer.*": pools,
+            "samples are repeated by trainer.total_epochs here": "critic.replay_steps",
         }
 
     def contradictions(self, at: str) -> Iterator[str]:

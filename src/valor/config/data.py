@@ -39,7 +39,10 @@ class CustomClsConfig(Section):
 
 
 class DifficultyConfig(Section):
-    """Rows by how often their answers were right lately, in place of each row once an epoch."""
+    """Rows by how often their answers were right lately, in place of each row once an epoch.
+
+    A row that is answered again has the mean of its earlier pass rate and the new one.
+    """
 
     enable: bool = False
     """Draw rows with probabilities in the ratio of their pools' weights."""
@@ -49,9 +52,6 @@ class DifficultyConfig(Section):
     """Weight of a row in each pool, from the hardest to the easiest."""
     new_weight: PositiveFloat = key(1.0, ".enable")
     """Weight of a row that has not been answered yet."""
-    smoothing: Share = key(0.5, ".enable")
-    """Share of its earlier pass rate in that of a row that is answered again."""
-
     predictor: Literal["none", "critic"] = key("none", ".enable")
     """critic: pass rates of rows without answers are the critic's values of their prompts (rewards from 0 to 1)."""
 

@@ -241,6 +241,7 @@ algorithm.pf_ppo.* : the key is gone
 algorithm.use_pf_ppo ? set algorithm.phases_path=examples/phases/resampling.py
 algorithm.(agreement_mask divergence_mask) ? set algorithm.phases_path=examples/phases/agreement_mask.py
 critic.value_levels [[0, 1], [0.0, 1.0]] : the key is gone, and this was its default
+data.sampler.difficulty.smoothing [0.5] : the key is gone, and this was its default
 critic.value_levels ? the value of critic.value_loss=hl_gauss is the mean of its bins: drop it
 critic.ensemble_shards ? critics learn from all samples: set critic.shuffle=true or critic.model.value_head_init=normal
 trainer.default_hdfs_dir ! checkpoints go to trainer.default_local_dir

@@ -87,7 +87,7 @@ class DifficultySampler(PromptSampler):
             rates.append((row, float(outcomes["correct"][samples].double().mean())))
         errors = [abs(self._predicted.pop(row) - rate) for row, rate in rates if row in self._predicted]
         for row, rate in rates:
-            self._set(row, rate + self._options.smoothing * (self._rates.get(row, rate) - rate))
+            self._set(row, (rate + self._rates.get(row, rate)) / 2)
         rows = np.bincount([self._pool(row) for row in self._rates], minlength=len(self._pools))
         rows[-1] = self.num_rows - len(self._rates)
         metrics = {"sampler/predictor/error": sum(errors) / len(errors)} if errors else {}

@@ -7,12 +7,14 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
+from random import Random
 from typing import Any
 
 from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
-from sympy import Basic, Expr, Float, I, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
+from sympy import Basic, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Rational, Sum, UnevaluatedExpr, Union, log
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
@@ -22,12 +24,15 @@ from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
 _DIGITS = 400  # at math-verify's 15, all numbers below 1e-15 are the same
 _MODEST = 10**9999  # larger rational numbers are not written out
 _LIBRARY_DIGITS = 15  # for integrals, sums and limits, which it may have to work out numerically
+_DRAWS, _DRAWN_DIGITS = 24, 50  # points at which formulas are compared
 _ANALYSIS = (Integral, Sum, Product, Limit)
 _CONFIG = LatexExtractionConfig(boxed_match_priority=0)
 # Without its units, or it would take the t of 2t for one.
 _CONFIGS = [replace(_CONFIG, normalization_config=replace(_CONFIG.normalization_config, units=False))]
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z])[a-z]) ?\^\\circ ?")
 _ANGLES = re.compile(r"\\(?:pi|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![a-z])")
+_MOST_PARTS = 4  # of an answer with "or", compared in any order
+_OR = re.compile(r" (?:\\text ?\{ ?)?or(?: ?\})? ")
 _DEFINED = re.compile(r"^[^=]{1,12}= ?(?=\\\{\()")  # the name of a function that is defined case by case
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
@@ -36,6 +41,14 @@ def same(truth: str, answer: str) -> bool:
     """Whether two formulas in LaTeX are equal, without a time limit."""
     if not (_DEFINED.match(truth) and _DEFINED.match(answer)):
         truth, answer = _DEFINED.sub("", truth), _DEFINED.sub("", answer)
+    if all(r"\pm" in text for text in (truth, answer)):
+        (upper, lower), others = _signs(truth), _signs(answer)
+        return any(same(upper, one) and same(lower, other) for one, other in (others, others[::-1]))
+    (parts, others) = (_OR.split(text) for text in (truth, answer))
+    if 1 < len(parts) == len(others) <= _MOST_PARTS and any(
+        all(same(*pair) for pair in zip(parts, order, strict=True)) for order in permutations(others)
+    ):
+        return True
     in_radians = [_DEGREES.sub(r"\\frac{\1\\pi}{180}", text) for text in (truth, answer)]
     if in_radians != [truth, answer] and _ANGLES.search(truth + answer) and same(*in_radians):
         return True
@@ -49,7 +62,7 @@ def same(truth: str, answer: str) -> bool:
     if first is not None and not numbers and len(decimals) == 1 and decimals[0].places is not None:
         return _same_decimal(first, decimals[0])
     is_analysis = any(isinstance(part, Basic) and part.has(*_ANALYSIS) for part in [*gold, *pred])
-    return verify(
+    is_equal = verify(
         gold,
         pred,
         float_rounding=FLOAT_DIGITS if places is None else places,
@@ -57,11 +70,48 @@ def same(truth: str, answer: str) -> bool:
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
+    return is_equal or (bool(gold and pred) and _same_where_real(gold[0], pred[0]))
+
+
+def _same_where_real(first: Any, second: Any) -> bool:
+    """Whether formulas with roots or logarithms of the same letters, or equations for the same one, are equal wherever
+    both are real: \\sqrt{1/n} and 1/\\sqrt{n}, which differ by a sign at complex n."""
+    if isinstance(first, Eq) and isinstance(second, Eq) and first.lhs == second.lhs:
+        first, second = first.rhs, second.rhs
+    if not all(isinstance(x, Expr) and x.free_symbols for x in (first, second)) or first.has(*_ANALYSIS):
+        return False
+    letters = sorted(first.free_symbols, key=str)
+    if second.free_symbols != first.free_symbols or not any(map(_real_bases, (first, second))):
+        return False
+    draws, agreements = Random(0), 0
+    for number in range(_DRAWS):  # every other one is of positive numbers, where formulas of many letters are real
+        least = 1 if number % 2 else -90
+        point = {letter: Rational(draws.randint(least, 90), 7) for letter in letters}
+        if not all(base.subs(point).is_positive for formula in (first, second) for base in _real_bases(formula)):
+            continue
+        a, b = (formula.subs(point).evalf(_DRAWN_DIGITS) for formula in (first, second))
+        if a.is_finite and b.is_finite:
+            if abs(a - b) > abs(a) * Rational(10) ** (10 - _DRAWN_DIGITS):
+                return False
+            agreements += 1
+    return agreements >= _DRAWS // 4
+
+
+def _real_bases(formula: Expr) -> list[Expr]:
+    """What has to be positive for a formula to be real: under roots and in logarithms, where it has letters."""
+    roots = [x.base for x in formula.atoms(Pow) if not x.exp.is_integer]
+    return [base for base in [*roots, *(x.args[0] for x in formula.atoms(log))] if base.free_symbols]
+
+
+def _signs(text: str) -> tuple[str, str]:
+    """With the upper signs of \\pm and \\mp, and with the lower ones."""
+    upper = re.sub(r"\\mp(?![a-z])", "-", re.sub(r"\\pm(?![a-z])", "+", text))
+    return upper, re.sub(r"\\mp(?![a-z])", "+", re.sub(r"\\pm(?![a-z])", "-", text))
 
 
 def _parsed(text: str) -> list[Any]:
     """What math-verify reads; inequalities with "or" between them are the union of their sets."""
-    parts = re.split(r" (?:\\text ?\{ ?)?or(?: ?\})? ", text)
+    parts = _OR.split(text)
     if len(parts) > 1 and all(re.search(r"[<>]|\\[lg]eq?(?:slant)?\b|\\neq?\b", part) for part in parts):
         relations = [relation for part in parts for relation in _parsed(part)[:1]]
         if len(relations) == len(parts) and all(

@@ -1,6 +1,8 @@
 """Where a response states its final answer, whatever the task."""
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from valor.rewards.numerals import half_width, last_number
@@ -16,15 +18,16 @@ class Answer(NamedTuple):
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)")
-_BETWEEN_BOXES = re.compile(r"[\s$\\()\[\],;.]*(?:(?:and|or)[\s$\\()\[\]]*)?")
+_OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{[^{}]*$")
+_BETWEEN_BOXES = re.compile(r"[\s$\\()\[\],;.]*(?:(?:and|or|和|或者?)[\s$\\()\[\]]*)?(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?")
 # In half-width text. What ends with the mark, the verb or the line; Chinese has no spaces around it.
 _ANNOUNCED = re.compile(
-    r"\b(?:answers?|correct (?:option|choice))\b"
+    r"\b(?:answers?|correct (?:options?|choices?))\b"
     r"(?:[^\n.:=]{0,60}?\b(?:is|are|equals|(?:would|should|must|will) be)\b[*_\s]*[:=]?|[*_\s]*[:=]|\*\*\s*\n)"
     r"|(?:答案|正确选项|正确的选项|正确结果|最终结果)[\]】*_”」\s]*"
     r"(?:(?:应该?|应当|就|即|分别|也)*(?:是|为|选|等于)|[:=]|(?<=[\]】])|(?=\n|[-\d$\\(]))\s*[:=]?"
     r"|(?:^|(?<=[\n.,;*]))\s*答\s*[:,]"
-    r"|(?<![不没可若如])(?:故|应该?|应当|因此|所以|我|本题)?选(?:择|项是|项为)?\s*[:,]?\s*(?=[(*$]{0,3}[A-Z](?![A-Za-z]))",
+    r"|(?<![不没可若如])(?:故|应该?|应当|因此|所以|我|本题)?选(?:择|项是|项为)?\s*[:,]?\s*(?=[(*$]{0,3}[A-Z]{1,6}(?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
 # What counts when nothing is announced: the first of these that is there.
@@ -181,8 +184,8 @@ def final_answers(text: str) -> list[Answer]:
     """What may be meant as the final answer, the likeliest first; empty when there is none. Half-width.
 
     Announced ones, from the first of these that is there: `<answer>`, a box, `####` near the end, "the answer is".
-    Otherwise the last formula or number, and the whole response if it is one line; but one that ends in a loop or
-    with a question has no answer.
+    Otherwise the last formula or number, and the whole response if it is one line; but one that ends in a loop, with
+    a question or inside a box has no answer.
     """
     text = half_width(_CALCULATOR.sub("", after_thinking(text))).strip()
     inside = tagged(text)
@@ -197,7 +200,7 @@ def final_answers(text: str) -> list[Answer]:
     if statement:
         return [Answer(t, True) for t in _with_its_expression(statement)]
     rest = rest.strip()
-    if rest.endswith("?"):
+    if rest.endswith("?") or _OPEN_BOX.search(rest):
         return []
     if rest == text and "\n" not in text and 0 < len(text) <= _LINE:
         return [Answer(t, False) for t in _with_its_expression(text)]
@@ -224,7 +227,8 @@ def last_expression(text: str) -> str | None:
     """The last formula between dollars or LaTeX brackets, or the last number, whichever ends later; with its unit, and
     with the list, the point or the interval that it ends; what the text says that it is not does not count."""
     text = text[-_TAIL:]
-    formula = next(reversed(list(_MATH.finditer(text))), None)
+    formulas = list(_MATH.finditer(text))
+    formula = formulas[-1] if formulas else None
     rest = text[formula.end() :] if formula else text
     number = last_number(rest)
     group = _GROUP_AT_END.search(rest) if number else None
@@ -232,7 +236,7 @@ def last_expression(text: str) -> str | None:
         return group[1]
     if not number:
         denied = formula and DENIED_BEFORE.search(text[: formula.start()])
-        return next((g for g in formula.groups() if g), None) if formula and not denied else None
+        return _list_at_end(text, formulas) if formula and not denied else None
     start = rest.rfind(number[0])
     if start < 0:
         return number[0]
@@ -244,6 +248,18 @@ def last_expression(text: str) -> str | None:
         return None  # the 2 of 3x + 2, the 5 of 5xy
     others = _LIST_BEFORE.search(rest[max(start - _CLAUSE, 0) : start])
     return f"{others[0] if others else ''}{number[0]}{unit[0].rstrip() if unit else ''}"
+
+
+def _list_at_end(text: str, formulas: Sequence[re.Match[str]]) -> str:
+    """The last formula, or the list that ends with it: "$1$, $2$ and $3$", "$x=1$ or $x=2$"."""
+    contents = [next(group for group in formula.groups() if group) for formula in formulas]
+    joins = [text[a.end() : b.start()] for a, b in pairwise(formulas)]
+    first = len(joins)
+    while first and re.fullmatch(_JOIN, joins[first - 1]):
+        first -= 1
+    listed, words = contents[first:], "".join(joins[first:])
+    is_list = re.search("or|或|还是", words) or (re.search("and|和|与", words) and "=" not in "".join(listed))
+    return ", ".join(listed) if is_list else contents[-1]
 
 
 def ends_in_a_loop(text: str) -> bool:

@@ -89,6 +89,7 @@ _BARE_AFTER = re.compile(
     r"|选?项|吧|了)*",
     re.IGNORECASE,
 )
+_AND_LETTER = r"(?:[\s,;()&*${}]|\band\b|和)*[A-Z]"
 _TWO = "?"  # more than one option was named
 
 
@@ -105,19 +106,36 @@ class _Clause(NamedTuple):
 def grade(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score 1 when the option that the response chooses in the end is the right one, else 0; naming two is no choice.
+    """Score 1 when the option that the response chooses in the end is the right one, else 0; naming two is no choice,
+    but where the ground truth is several letters (ABD), just these, in any order.
 
     docs/rewards.md says how the ground truth and the options are written.
     Components: `format` 1 when the choice is announced ("Answer: B", a box, `<answer>`), `pred` the letter.
     """
     options = _options((extra_info or {}).get("choices"))
-    right = _right_letter(ground_truth, options)
+    several = _several_letters(ground_truth, options)
+    right = several or _right_letter(ground_truth, options)
     scope, is_tagged = answer_part(solution_str)
     box = boxed(scope)
     text = box or scope[-_TAIL:]
-    letter = _choice(text, options)
+    letter = _chosen_letters(half_width(text)) if several else _choice(text, options)
     is_announced = bool(letter) and (is_tagged or box is not None or announced(text) is not None)
     return {"score": float(letter == right), "format": float(is_announced), "pred": letter.replace(_TWO, "")}
+
+
+def _several_letters(truth: Any, options: Mapping[str, str]) -> str:
+    """The letters of a ground truth that names more than one, in order: "ABD", "A, B", ["A", "B"]; "" for others."""
+    text = "".join(map(str, truth)) if isinstance(truth, list | tuple) else str(truth)
+    letters = re.sub(r"[\s,;\u3001\uff0c]", "", text)
+    is_several = re.fullmatch("[A-Z]{2,}", letters) and sorted(set(letters)) == list(letters)
+    return letters if is_several and text not in options.values() and {*letters} <= {*(options or LETTERS)} else ""
+
+
+def _chosen_letters(text: str) -> str:
+    """The letters that an announcement, a box or the last line begins with, in order."""
+    statement = (announced(text) or text.strip().rpartition("\n")[2]).replace("\\text", "")
+    match = re.match(rf"\W*(?:options?\b|选项)?\W*([A-Z](?:{_AND_LETTER})*)(?![A-Za-z])", statement)
+    return "".join(sorted(set(re.findall("[A-Z]", match[1])))) if match else ""
 
 
 def _choice(text: str, options: Mapping[str, str]) -> str:

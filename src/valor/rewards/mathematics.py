@@ -16,6 +16,7 @@ from typing import Any
 from valor.rewards.answers import after_marks, boxed, final_answers
 from valor.rewards.deadline import run_within
 from valor.rewards.numerals import half_width
+from valor.rewards.parameters import of_one_parameter
 from valor.rewards.quantities import CONJUNCTION, Unit, read_quantities, read_unit, same_quantity
 
 SECONDS = 1.3  # of computing, for one comparison by math-verify
@@ -118,6 +119,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=^[\[(])([^\[\]]*,[^\[\]]*)\[$"), r"\1)"),  # [0,1[
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
+    (re.compile(r"(?<![A-Za-z\\])\\?sqrt ?(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\frac ?(\d) ?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\varnothing"), r"\\emptyset "),
@@ -139,6 +141,7 @@ _INDEXED = re.compile(r"([A-Za-z])(?:_ ?\{?|\()(\d+)[})]? ?=(?!.*=)")
 _BASE = re.compile(r"(?<=\d) ?_ ?\{? ?(\d+)")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
+_SEVERAL = re.compile("[A-H]{2,}|[①-⑳]{2,}")  # the right options of a question that has several
 _LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|mod|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|[\u4e00-\u9fff]")
 _PREDICATE = re.compile("^.*(?<!不)[是为](?:.{0,12}的)?(?=.)|^.*(?<!不)在(?=第)|^.*与.{1,6}?(?=相|平行|垂直|异面)")
@@ -188,7 +191,7 @@ def grade(
 
 def equal(truth: str, answer: str) -> bool | None:
     """Whether the answer means the ground truth, both as written; None when that takes algebra."""
-    truth, answer = clean(truth), clean(answer)
+    truth, answer = of_one_parameter(clean(truth), clean(answer))
     if not truth or not answer:
         return False
     if _characters(truth) == _characters(answer):
@@ -251,6 +254,8 @@ def _same_choice(truth: str, answer: str) -> bool | None:
     letter, chosen = _CHOSEN.match(answer), _LABELLED.fullmatch(answer)
     if choice:
         return letter[1].upper() == choice[1] if letter else None
+    if _SEVERAL.fullmatch(truth) and sorted(set(truth)) == list(truth):
+        return sorted(re.sub(r"\\text|and|和|[\s,;&{}()]", "", answer)) == list(truth)
     if chosen and equal(truth, chosen[2]):  # "(B) 12" for 12
         return True
     if labelled:  # "B: -1" in data made of multiple choice
@@ -312,7 +317,8 @@ def _without_units(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _unit_apart(text: str) -> tuple[str, Unit | None]:
-    if (match := _TEXT_UNIT.search(text)) and (read := read_unit(match[0])):
+    match = _TEXT_UNIT.search(text)
+    if match and match.start() and (read := read_unit(match[0])):
         factor, unit = read
         if factor == 1 and (unit.dimensions or match[1].endswith(("unit", "units"))):
             return text[: match.start()], unit
@@ -330,7 +336,7 @@ def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
 
     Raises Undecided after `SECONDS`, and for a ground truth that is too large.
     """
-    pairs = [_without_units(clean(truth), clean(answer)) for truth, answer in pairs]
+    pairs = [_without_units(*of_one_parameter(clean(truth), clean(answer))) for truth, answer in pairs]
     safe = [pair for pair in pairs if not any(map(is_too_large, pair))]
     if safe:
         same, forget = _library()

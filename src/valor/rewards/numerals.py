@@ -17,7 +17,7 @@ NUMBER = (
     r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>"
     + _DIGITS
     + r")"
-    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9.]))?"
+    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9]|\.[0-9]))?"
 )
 _NUMBER = re.compile(NUMBER)
 

@@ -42,7 +42,7 @@ from valor.trainer.validation import headline, validation_metrics
 from valor.workers.host import Tracer
 from valor.workers.roles import role_specs
 
-_COLLECTOR_DIR = "collector"  # in a checkpoint
+_COLLECTOR_DIR, _PHASES_DIR = "collector", "phases"  # in a checkpoint
 
 
 class PPORun(Run):
@@ -168,6 +168,7 @@ class PPORun(Run):
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)
         self.collector.load(checkpoint.folder / _COLLECTOR_DIR)
+        self.schedule.load(checkpoint.folder / _PHASES_DIR)
 
     def _complete(self, folder: Path) -> None:
         super()._complete(folder)
@@ -181,3 +182,4 @@ class PPORun(Run):
         super()._write_roles(folder)
         self._write_processor(folder / TOKENIZER_DIR)
         self.collector.save(folder / _COLLECTOR_DIR, self.step)
+        self.schedule.save(folder / _PHASES_DIR)

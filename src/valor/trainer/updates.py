@@ -42,10 +42,10 @@ class Updates:
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
 
-    def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:
+    def run(self, role: str, batch: Batch, step: int, *, member: int = 0, last: bool = True) -> dict[str, float]:
         """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.
 
-        Metrics are means over the updates.
+        Metrics are means over the updates. `last`: of the step, which is one for the learning rate's schedule.
 
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
@@ -61,7 +61,7 @@ class Updates:
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
         ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
-        waiting = self.mini_batches(role, batch, step, member)
+        waiting = self.mini_batches(role, batch, step, member, last=last)
         self.skips.updating = True
         with phase(f"train {role}", count, unit="mini-batch"):
             for done in range(count):
@@ -80,7 +80,9 @@ class Updates:
                 metrics_of_updates.append(metrics)
         return named(role, metrics_of_updates)
 
-    def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
+    def mini_batches(
+        self, role: str, batch: Batch, step: int, member: int = 0, *, last: bool = True
+    ) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         tokens = batch["response_mask"].sum(-1)
         indices = self.rows_of_updates(role, batch, step, member)
@@ -88,7 +90,7 @@ class Updates:
             rows = batch.select(self._columns(role, batch, first=number == 1)).take(index)
             if role == "actor" and self._whiten:
                 rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
-            rows.meta |= {"update": number, "last_of_step": number == len(indices), "global_step": step}
+            rows.meta |= {"update": number, "last_of_step": last and number == len(indices), "global_step": step}
             yield counted(rows, tokens[index])
 
     def rows_of_updates(self, role: str, batch: Batch, step: int, member: int = 0) -> list[Tensor]:
@@ -193,10 +195,10 @@ class Critics:
         spread = (stacked["values"].std(0) * mask).sum() / mask.sum().clamp(min=1.0)
         return Batch(out), {"critic/ensemble_std": float(spread)}
 
-    def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One step's updates of every member; metrics are means over them. Nothing in a frozen step.
+    def update(self, batch: Batch, step: int, *, last: bool = True) -> dict[str, float]:
+        """A batch's updates of every member; metrics are means over them. Nothing in a frozen step.
 
-        Trains where `value_mask` is 1, or, without that column, at all policy tokens.
+        Trains where `value_mask` is 1, or, without that column, at all policy tokens. last: as of `Updates.run`.
         """
         if self.config.frozen_at(step):
             return {"critic/frozen": 1.0}
@@ -206,7 +208,7 @@ class Critics:
         for member, name in enumerate(self.names):
             values = f"values/{name}"
             rows = batch.union(Batch({"values": batch[values]})) if values in batch else batch
-            metrics.append(self.updates.run("critic", rows, step, member=member))
+            metrics.append(self.updates.run("critic", rows, step, member=member, last=last))
         return mean_over_updates(metrics) | {"critic/frozen": 0.0}
 
 

@@ -17,7 +17,7 @@ from valor.data.curriculum import ClassSampler, DifficultySampler, outcomes
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
 
-OPTIONS = DifficultyConfig(enable=True, thresholds=[0.25, 0.75], weights=[0.5, 4.0, 1.0], new_weight=2.0, smoothing=0.5)
+OPTIONS = DifficultyConfig(enable=True, thresholds=[0.25, 0.75], weights=[0.5, 4.0, 1.0], new_weight=2.0)
 
 
 def answered(*groups: tuple[int, list[float]]) -> Batch:

@@ -18,6 +18,37 @@ class Group(NamedTuple):
 
 GROUPS = [
     Group(
+        "a general solution is one of all integers, whatever their letter and the words for it",
+        [(r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"n\pi+\frac{\pi}{4}, n\in\mathbb{Z}"), (r"x=\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{4}+k\pi"),
+         (r"[k\pi-\frac{\pi}{3},k\pi+\frac{\pi}{6}](k\in Z)", r"\left[n\pi-\frac{\pi}{3}, n\pi+\frac{\pi}{6}\right], n\in\mathbb{Z}"),
+         (r"\{x|x=2k\pi,k\in Z\}", r"\{x \mid x = 2n\pi, n \in \mathbb{Z}\}"), (r"2k\pi\pm\frac{\pi}{3}\ (k\in\mathbb{Z})", r"\pm\frac{\pi}{3}+2n\pi, n\in\mathbb{Z}"),
+         (r"k\pi, k\in\mathbb{Z}", r"k\pi \text{ where } k \text{ is an integer}"), (r"k\pi, k\in\mathbb{Z}", r"n\pi \text{ for any integer } n"), (r"k\pi (k\text{ 为整数})", r"n\pi, n\in\mathbb{Z}"),
+         (r"(k\pi, 0), k\in\mathbb{Z}", r"(n\pi,0), n\in\mathbb{Z}"), (r"a_n=2n-1 (n\in N^*)", "a_n=2n-1"), (r"2n-1, n\in\mathbb{N}^*", r"2n-1 (n \in \mathbb{N}_+)"), (r"n\in\mathbb{N}", r"n \in N"),
+         (r"(2k\pi, \frac{\pi}{2} + 2k\pi), k \in \mathbb{Z}", r"(2k\pi, 2k\pi+\frac{\pi}{2})")],
+        [(r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{4}+n\pi"), (r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{3}+n\pi, n\in\mathbb{Z}"),
+         (r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{4}+2k\pi, k\in\mathbb{Z}"), (r"2k\pi, k\in\mathbb{Z}", r"2k\pi, k\in\mathbb{N}"), ("2n", r"2k, k\in\mathbb{N}"),
+         (r"1\pm\sqrt2", r"1\pm\sqrt{3}"), (r"a\pm b\mp c", r"a\pm b\pm c")],
+    ),
+    Group(
+        "a domain may be written in any way, and left out by neither where the truth has it",
+        [("y^2=4x (x>0)", "y^2=4x, x>0"), ("y^2=4x (x>0)", r"4x = y^2 \text{ for } x>0"), ("y^2=4x", "y^2=4x (x>0)"), (r"f(x)=x^2+1 (x\geq 0)", r"1+x^2 \quad (x \ge 0)"),
+         (r"\frac{x+1}{x-1}", r"\frac{x+1}{x-1}, x \ne 1"), (r"\frac{x^2}{4}+\frac{y^2}{3}=1 (y\neq 0)", r"3x^2+4y^2=12, y\ne 0"), ("x^2, 0<x<1", "x^2 (0 < x < 1)"),
+         (r"x+y-3=0 \text{ or } 2x-y=0", r"2x-y=0 \text{ or } x+y=3")],
+        [("y^2=4x (x>0)", r"y^2=4x (x \neq 0)"), (r"\frac{x^2}{4}+\frac{y^2}{3}=1 (y\neq 0)", r"\frac{x^2}{4}+\frac{y^2}{3}=1"), ("x>3", "x>3, x<5"), (r"k<1, k\neq 0", "k<1"),
+         (r"x+y-3=0 \text{ or } 2x-y=0", r"2x-y=0 \text{ or } x+y=4")],
+    ),
+    Group(
+        "roots and logarithms are equal where both are real",
+        [(r"\sqrt{1/n}", r"\frac{1}{\sqrt{n}}"), (r"2\pi\sqrt{\frac{L}{g}}", r"\frac{2\pi\sqrt{L}}{\sqrt{g}}"), (r"v=\sqrt{2gh}", r"v=\sqrt{2}\sqrt{g}\sqrt{h}"), (r"\sqrt{ab}", r"\sqrt{a}\sqrt{b}"),
+         (r"\ln(ab)", r"\ln a+\ln b"), (r"\frac{\ln a}{\ln b}", r"\log_b a"), (r"\sqrt{(x+1)^2}", "|x+1|"), (r"2\sqrt{3}-1", "2*sqrt(3)-1"), (r"2\sqrt{3}-1", "-1+2sqrt3")],
+        [(r"\sqrt{x^2}", "x"), (r"|x|", "x"), (r"\sqrt{x^2+2x+1}", "x+1"), (r"2\pi\sqrt{\frac{L}{g}}", r"2\pi\sqrt{\frac{g}{L}}"), (r"\sqrt{x}+\sqrt{y}", r"\sqrt{x+y}"), (r"\sqrt{a^2b}", r"a\sqrt{b}")],
+    ),
+    Group(
+        "several right options are a set",
+        [("ABD", "A,B,D"), ("ABD", "BDA"), ("AC", "A、C"), ("ABD", r"\text{A, B and D}"), ("①③", "③①"), ("①③", "①,③")],
+        [("ABD", "AB"), ("ABD", "ABCD"), ("①③", "①②③"), ("AC", "A or C")],
+    ),
+    Group(
         "repeating decimals are fractions, number words are numbers, about is no part of an answer",
         [(r"0.\overline{3}", "1/3"), (r"\frac16", r"0.1\overline{6}"), (r"-0.\bar{3}", "-1/3"), ("1/3", "0.(3)"),
          ("36", "thirty-six"), ("14", r"\text{fourteen}"), ("2", r"\text{two apples}"), ("36", "approximately 36"), ("36", r"\text{about } 36\text{ cm}"),
@@ -193,13 +224,10 @@ NOT_SEEN = [
     ("3:2:1", "6:4:2"),
     ("1<x<5", "5>x>1"),
     (r"k < 1 \text{ and } k \neq 0", r"(-\infty,0)\cup(0,1)"),
-    (r"(2k\pi, \frac{\pi}{2} + 2k\pi), k \in \mathbb{Z}", r"(2k\pi, 2k\pi+\frac{\pi}{2})"),
     ("[1,2]", "1,2"),
     ("y=2x", "f(x)=2x"),
     (r"f(5) = 5 + \frac{25}{5} = 10", "10"),
-    (r"\ln(ab)", r"\ln a+\ln b"),
     (r"\ln x, x>0", r"\ln x"),
-    (r"\frac{x+1}{x-1}", r"\frac{x+1}{x-1}, x \ne 1"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)"),
     ("5", r"\text{The answer is } 5"),
 ]  # fmt: skip

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (full-width marks are what some are about)
 """Multiple choice: how a letter or an option is named, and what is no choice."""
 
 from typing import Any
@@ -83,3 +84,23 @@ def test_a_number_may_be_the_text_of_an_option() -> None:
 def test_a_ground_truth_that_is_no_option_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="no option"):
         grade("mmlu", "Answer: B", truth, {"choices": OPTIONS})
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "score"),
+    [
+        ("ABD", "The answer is A, B and D.", 1),
+        ("ABD", r"\boxed{\text{D, B, A}}", 1),
+        ("ABD", "答案：A、B、D", 1),
+        ("ABD", "故选：ABD．", 1),
+        ("A, B", "The correct options are A and B", 1),
+        (["A", "B"], "I am not sure.\nAB", 1),
+        ("ABD", r"\boxed{AB}", 0),
+        ("ABD", r"\boxed{ABCD}", 0),
+        ("ABD", "Answer: A", 0),
+        ("AC", "Answer: all of them", 0),
+    ],
+)
+def test_several_right_options_are_chosen_together(truth: Any, response: str, score: int) -> None:
+    choices = {"choices": ["one", "two", "three", "four"]}
+    assert grade("mmlu", response, truth, choices)["score"] == score

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -103,6 +104,12 @@ class Phase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the tensors that a resumed run needs into `folder`, the phase's own in a checkpoint."""
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote; called where there is something."""
 
 
 def of_rows(episodes: Episodes, columns: Mapping[str, Tensor]) -> Batch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,22 @@ class Schedule:
         for phase in self.phases:
             if phase.name in state:
                 phase.load_state_dict(state[phase.name])
+
+    def save(self, folder: Path) -> None:
+        """A folder for each phase that writes tensors."""
+        for phase in self.phases:
+            (folder / phase.name).mkdir(parents=True)
+            phase.save(folder / phase.name)
+            if not any((folder / phase.name).iterdir()):
+                (folder / phase.name).rmdir()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote."""
+        for phase in self.phases:
+            if (folder / phase.name).is_dir():
+                phase.load(folder / phase.name)
 
     def run(self, batch: Batch, step: int, timer: Timer, pools: Pools) -> Result:
         """The batch with all columns, and the metrics of all phases.

@@ -26,6 +26,7 @@ from valor.trainer.phases.old_log_probs import (
 )
 from valor.trainer.phases.prompt_values import PromptValues
 from valor.trainer.phases.reference import ReferenceLogProbs
+from valor.trainer.phases.replay import UpdateCriticWithReplay
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows
 from valor.trainer.phases.update_actor import UpdateActor
@@ -54,6 +55,7 @@ STANDARD: list[type[Phase]] = [
     Advantages,
     TrainingRows,
     UpdateCritic,
+    UpdateCriticWithReplay,
     PromptValues,
     UpdateActor,
     BatchMetrics,

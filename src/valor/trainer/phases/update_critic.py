@@ -37,7 +37,7 @@ class UpdateCritic(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.critic.enable
+        return config.critic.enable and not (config.trains_critic and config.critic.replay_steps)
 
     def plan(self) -> str:
         return "the regression, refitted for the next step" if self.config.has_probe else super().plan()
@@ -51,12 +51,17 @@ class UpdateCritic(Phase):
         return CRITIC_IS_UPDATED in batch.meta
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        return Batch(), self.resources.critics.update(self.rows(batch), step)
+
+    @staticmethod
+    def rows(batch: Batch) -> Batch:
+        """What the critic trains on: `values` and `returns` are its own outputs and their targets."""
         rows = trained(batch)
         if OUTPUTS in rows:
             rows = rows.union(Batch({"values": rows[OUTPUTS]}))
         if BASELINE in rows:
             rows = rows.union(Batch({"returns": rows["returns"] - rows[BASELINE][:, None]}))
-        return Batch(), self.resources.critics.update(rows, step)
+        return rows
 
 
 def value_loss_mistakes(config: PPOConfig) -> Iterator[str]:
