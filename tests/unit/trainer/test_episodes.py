@@ -253,7 +253,7 @@ def test_the_critic_learns_where_turns_begin() -> None:
     first = [row[row > 0].unique().numel() for row in batch["turn_ids"]]
     assert batch["value_mask"].sum(1).tolist() == first
     made, seen = updates(), []
-    made.run = lambda role, rows, step, member: seen.extend(made.mini_batches(role, rows, step)) or {}  # type: ignore[method-assign]
+    made.run = lambda role, rows, step, **_: seen.extend(made.mini_batches(role, rows, step)) or {}  # type: ignore[method-assign]
     Critics(made.config, SimpleNamespace(), made).update(batch, 1)  # type: ignore[arg-type]
     assert sum(rows.meta["num_tokens"] for rows in seen) == sum(first) == 13
     for rows in seen:
