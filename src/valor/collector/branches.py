@@ -56,26 +56,3 @@ def branch_returns(
         scores = collector.scores(collector.inputs.with_text(answers))
     to_go = torch.tensor([len(end) - 1 for end in ends])
     return (scores * gamma**to_go).view(len(points), branches), sum(map(len, ends))
-
-
-def add_branch_values(collector: Collector, batch: Batch, step: int) -> dict[str, float]:
-    """The batch gains `branch_mask` [B, T], 1 at `algorithm.branch_values.share` of each response's tokens, and
-    `branch_values`: there the mean return of branches from the state before the token (VinePPO,
-    https://arxiv.org/abs/2410.01679). Returns what it cost."""
-    settings, gamma = collector.config.algorithm.branch_values, collector.config.algorithm.gamma
-    points = []
-    for row, length in enumerate(batch["response_lengths"].tolist()):
-        count = max(round(settings.share * length), 1) if length else 0
-        points += [(row, token) for token in torch.linspace(0, length - 1, count).round().long().tolist()]
-    returns, tokens = branch_returns(collector, batch, points, settings.branches, gamma, BRANCH_STREAM - step)
-    collector.roles["rollout"].sleep()
-    rows, columns = torch.tensor(points).T
-    batch["branch_mask"], batch["branch_values"] = torch.zeros(2, *batch["response_mask"].shape)
-    batch["branch_mask"][rows, columns] = 1.0
-    batch["branch_values"][rows, columns] = returns.mean(1)
-    return {
-        "branches/states": len(points),
-        "branches/samples": returns.numel(),
-        "branches/tokens": tokens,
-        "branches/tokens_ratio": tokens / max(float(batch["response_mask"].sum()), 1.0),
-    }

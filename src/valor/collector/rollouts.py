@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.algorithms.scan import returns_to_go
 from valor.collector.collector import Collector
 from valor.collector.generation import PROMPT_OBJECTS
 from valor.collector.inputs import RunInputs
@@ -68,16 +69,8 @@ def outcomes(batch: Batch, gamma: float) -> Tensor:
     """Return [B, T] of every state: γ^(policy tokens that follow) times the score, the λ = 1 return."""
     episodes = Episodes(batch)
     mask = episodes.join(batch["response_mask"])
-    _, returns = algorithms.compute_advantages(
-        "gae",
-        rewards=algorithms.place_at_end(batch["scores"][[rows[-1] for rows in episodes.rows]], mask),
-        response_mask=mask,
-        values=torch.zeros_like(mask),
-        gamma=gamma,
-        lam=1.0,
-        whitening="none",
-    )
-    return episodes.part(returns)
+    rewards = algorithms.place_at_end(batch["scores"][[rows[-1] for rows in episodes.rows]], mask)
+    return episodes.part(returns_to_go(rewards, mask, gamma))
 
 
 def same_prompt(batch: Batch) -> list[int]:

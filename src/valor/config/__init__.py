@@ -23,15 +23,7 @@ from valor.config.trainer import RunConfig, TrainerConfig
 
 __all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig", "CriticConfig"]
 __all__ += ["CriticModelConfig", "CriticPretrainConfig", "CriticRunConfig", "CriticScoreConfig", "CriticSearchConfig"]
-__all__ += [
-    "DataConfig",
-    "EvalConfig",
-    "FSDPConfig",
-    "KLControlConfig",
-    "LoadedConfig",
-    "ModelConfig",
-    "PPOConfig",
-]
+__all__ += ["DataConfig", "EvalConfig", "FSDPConfig", "KLControlConfig", "LoadedConfig", "ModelConfig", "PPOConfig"]
 __all__ += ["RMConfig", "RMDataConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig"]
 __all__ += ["RunConfig", "SFTConfig", "SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
 __all__ += ["describe_commands", "describe_keys", "dump_yaml", "held_out", "inert_settings", "load", "load_yaml"]

@@ -148,10 +148,7 @@ class CriticSearchConfig(CriticRunConfig):
     search: SearchConfig = section(SearchConfig)
 
     def unused(self) -> dict[str, str]:
-        more = {
-            "nothing is trained here": _CRITIC_UPDATE,
-            "search.samples says it": "actor_rollout_ref.rollout.n",
-        }
+        more = {"nothing is trained here": _CRITIC_UPDATE, "search.samples says it": "actor_rollout_ref.rollout.n"}
         return super().unused() | more
 
     def contradictions(self, at: str) -> Iterator[str]:

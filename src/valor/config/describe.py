@@ -53,9 +53,12 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 
 def key_row(key: Key) -> tuple[str, str, str, str]:
-    """Name, type, default and meaning."""
+    """Name, type, default (`= other.key` where it is inherited) and meaning."""
     choices = type_text(key).replace("one of ", "").replace(", ", "|")
-    return key.name, choices, default_text(key), key.info.description or ""
+    default = key.declared("derived") or show(key.default).strip("'")
+    if source := inherited_from(key):
+        default = f"= {single_source(key)}" if single_source(key) else source
+    return key.name, choices, default, key.info.description or ""
 
 
 def describe_keys(*words: str, root: type[BaseModel] = PPOConfig) -> str:
@@ -89,13 +92,6 @@ def describe_commands(*words: str) -> str:
     if not lines:
         raise UserError(next((line for line in mistakes if "did you mean" in line), mistakes[0]))
     return "\n".join(lines).strip()
-
-
-def default_text(key: Key) -> str:
-    """The default of `key`; `= other.key` where it is inherited."""
-    if source := inherited_from(key):
-        return f"= {single_source(key)}" if single_source(key) else source
-    return key.declared("derived") or show(key.default).strip("'")
 
 
 def show(value: Any) -> str:

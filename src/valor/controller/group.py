@@ -105,12 +105,10 @@ class Pools:
 
     @property
     def apart(self) -> bool:
-        """Whether ranks are processes of their own, which work beside this one."""
         return any(group.apart for group in self._groups.values())
 
     @property
     def roles(self) -> list[str]:
-        """Every role's name."""
         return [role for group in self._groups.values() for role in group.specs]
 
     def peak_memory(self) -> dict[str, float]:

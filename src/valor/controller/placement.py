@@ -57,7 +57,6 @@ class Placement:
         return max(available_cores(), sum(pool.processes_per_node * pool.num_threads for pool in self.pools.values()))
 
     def pool_of(self, role: str) -> str:
-        """Name of the role's pool."""
         return self.home.get(role, MAIN)
 
     def table(self, roles: Iterable[str]) -> str:
@@ -153,12 +152,9 @@ def _in_threads(config: PPOConfig) -> bool:
     return asynchronous and [pool.roles for pool in pools] == [["rollout"]] and pools[0].n_gpus_per_node == 1
 
 
-def check_placement(config: PPOConfig) -> list[str]:
+def check_placement(config: PPOConfig) -> Iterator[str]:
     """Contradictions in where roles run and how processes share rows and layers out, a line each."""
-    return [*_check_pools(config), *_check_sequence_parallel(config)]
-
-
-def _check_sequence_parallel(config: PPOConfig) -> Iterator[str]:
+    yield from _check_pools(config)
     policy = config.actor_rollout_ref
     for key, role, model in (
         ("actor_rollout_ref", policy.actor, policy.model),

@@ -108,9 +108,8 @@ def with_interval(estimate: Mapping[str, Any] | None, sign: str = "", key: str =
 def scorecard_page(card: Mapping[str, Any]) -> str:
     """The page's text, from the content of scorecard.json."""
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
-    along = _knowledge(
-        "along", [point["at"] for point in places], places, "share of the response written", tickformat=".0%"
-    )
+    shares = [point["at"] for point in places]
+    along = _knowledge("along", shares, places, "share of the response written", tickformat=".0%")
     content = [
         section("along", "Right or wrong?", [_separation(places), *along]),
         section("outcome", "Is it honest?", [_calibration(card["calibration"])]),
@@ -169,14 +168,9 @@ def _knowledge(
         if values.count(None) == len(values):
             continue
         lowest = min((value for value in values if value is not None), default=bounds[0])
-        layout = {
-            "yaxis": {"range": [-1.05 if lowest < bounds[0] else bounds[0], bounds[1]]},
-            "shapes": [level(chance)],
-        }
-        traces = [points(at, values, title, colour)]
-        yield figure(
-            f"{name}-{key}", title, note, traces, layout | {"xaxis": titled(axis, **ticks), "showlegend": False}
-        )
+        y = {"range": [-1.05 if lowest < bounds[0] else bounds[0], bounds[1]]}
+        layout = {"yaxis": y, "shapes": [level(chance)], "xaxis": titled(axis, **ticks), "showlegend": False}
+        yield figure(f"{name}-{key}", title, note, [points(at, values, title, colour)], layout)
 
 
 def _few(point: Mapping[str, Any]) -> int:

@@ -31,7 +31,6 @@ class Series:
     values: list[float | None]
 
     def finite(self) -> list[float]:
-        """The measured numbers alone, in order."""
         return [value for value in self.values if value is not None]
 
 

@@ -82,11 +82,10 @@ class WeightChannel:
     def _incoming(self, end: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         while "shapes" in (header := self._receive_header()):
             sizes = [torch.Size(shape) for _, shape in header["shapes"]]
-            flat = torch.empty(
-                sum(size.numel() for size in sizes), dtype=getattr(torch, header["dtype"]), device=self._device
-            )
+            counts = [size.numel() for size in sizes]
+            flat = torch.empty(sum(counts), dtype=getattr(torch, header["dtype"]), device=self._device)
             self._broadcast(flat)
-            parts = flat.split([size.numel() for size in sizes])
+            parts = flat.split(counts)
             for (name, _), size, part in zip(header["shapes"], sizes, parts, strict=True):
                 yield name, part.view(size)
         if "failed" in header:

@@ -63,7 +63,6 @@ def get_console() -> _Console:
 
 
 def say(line: str) -> None:
-    """A line for the user."""
     get_console().print(line, markup=False)
 
 

@@ -68,7 +68,6 @@ class Diagnosis:
         return next((median(self.all(key)[-WINDOW:]) for key in keys if len(self.all(key)) >= WINDOW), None)
 
     def first(self, key: str) -> float:
-        """The metric's early value."""
         return median(self.all(key)[:WINDOW])
 
     @property

@@ -91,7 +91,6 @@ class Histogram:
 
     @property
     def edges(self) -> np.ndarray:
-        """The len(counts) + 1 bin edges."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
 
 

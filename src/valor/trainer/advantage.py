@@ -104,8 +104,8 @@ def from_critic(config: AlgorithmConfig) -> bool:
     return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
 
 
-def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
-    """The estimator (name, options) by which the critic's ranks make their own targets, in the one update of a batch.
+def targets_by_ranks(config: PPOConfig) -> dict[str, Any] | None:
+    """Options of GAE by which the critic's ranks make their own targets, in the one update of a batch.
 
     None where that is impossible: returns that depend on more than a row's scores and values, rows left out of the
     update, several updates or critics; or useless: a critic with processes apart from the actor's trains while the
@@ -133,7 +133,7 @@ def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
         return None
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam, **offered_settings(algorithm), **algorithm.adv_kwargs}
     known = algorithms.ADVANTAGES["gae"].parameters
-    return "gae", {name: value for name, value in settings.items() if name in known} | {"whitening": "none"}
+    return {name: value for name, value in settings.items() if name in known} | {"whitening": "none"}
 
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:

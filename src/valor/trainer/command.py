@@ -45,45 +45,38 @@ def trains(name: str) -> Start[Any]:
     return start
 
 
-def load_checked(
-    argv: Sequence[str],
-    root: type[Root],
-    also: Callable[[Root], Any] = lambda config: None,
-    first: Callable[[Root], Any] = lambda config: None,
-) -> LoadedConfig[Root]:
-    """`valor.config.load` with the checks of those who act on the configuration, which import torch.
+def load_checked(argv: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:
+    """`valor.config.load` with the checks of those who act on the configuration, which import torch. UserError: every
+    mistake, a line each."""
+    return load(argv, root, _check, _derive)
 
-    `also` is called before them, `first` before torch is imported. UserError: every mistake, a line each.
-    """
 
-    def check(config: Root) -> list[str]:
-        also(config)
-        return import_module("valor.trainer.checks").check(config)
+def _check(config: Any) -> list[str]:
+    return import_module("valor.trainer.checks").check(config)
 
-    def derive(config: Root) -> dict[str, Any]:
-        first(config)
-        return import_module("valor.trainer.checks").derived(config)
 
-    return load(argv, root, check, derive)
+def _derive(config: Any) -> dict[str, Any]:
+    return import_module("valor.trainer.checks").derived(config)
 
 
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
     """UserError: all mistakes in the configuration; of --dry-run also all that this machine lacks for it."""
     dry_run, lacks = "--dry-run" in arguments, list[str]()
 
-    def look(config: Any) -> None:
+    def check(config: Any) -> list[str]:
         if dry_run:
             lacks.extend(import_module("valor.trainer.dry_run").lacking(config))
+        return _check(config)
 
-    def look_first(config: Any) -> None:
-        if dry_run:
-            return
-        if lines := import_module("valor.trainer.missing").missing(config):
-            raise UserError("\n".join([*contradictions(config), *lines]))
-        print("the configuration is read; loading torch and what the run needs", flush=True)
+    def derive(config: Any) -> dict[str, Any]:
+        if not dry_run:
+            if lines := import_module("valor.trainer.missing").missing(config):
+                raise UserError("\n".join([*contradictions(config), *lines]))
+            print("the configuration is read; loading torch and what the run needs", flush=True)
+        return _derive(config)
 
     try:
-        loaded = load_checked(arguments, root, look, look_first)
+        loaded = load(arguments, root, check, derive)
     except UserError as error:
         raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan

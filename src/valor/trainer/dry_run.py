@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
 from valor.trainer.phases.critic_prompts import check_critic_prompts
+from valor.trainer.phases.distillation import check_routes
 from valor.trainer.plan import num_rows
 from valor.trainer.rm import RewardModelRun
 from valor.trainer.supervised import SFTRun
-from valor.trainer.teachers import check_routes
 
 _ROWS = 2000  # of each data set that are rendered and tokenised
 
@@ -91,12 +92,9 @@ def _ppo(config: PPOConfig) -> Iterator[Callable[[], Any]]:
 
 def _check_inputs(config: PPOConfig) -> None:
     """UserError: what the run refuses of its rows."""
-    inputs = RunInputs(config)
-    try:
+    with closing(RunInputs(config)) as inputs:
         check_routes(config, inputs)
         check_critic_prompts(config, inputs)
-    finally:
-        inputs.close()
 
 
 def _on_few_rows(config: Any) -> Any:

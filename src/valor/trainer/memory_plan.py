@@ -73,7 +73,6 @@ class Estimate:
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
         return max(self.phases, key=self.peak)
 
     def fits(self, machine: Machine) -> bool:
@@ -263,10 +262,8 @@ def gpu_bytes() -> float | None:
 def token_budgets(config: PPOConfig, machine: Machine) -> dict[str, int]:
     """By key: the largest token budgets of micro-batches with which the run fits in `machine`; none where those of
     the configuration are the largest."""
-    roles, tree = (
-        {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic},
-        config.model_dump(),
-    )
+    roles = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    tree = config.model_dump()
     for tokens in _BUDGETS:
         limits = {f"{name}.{_BUDGET}": max(tokens, getattr(role, _BUDGET)) for name, role in roles.items()}
         limits[_OF_LOG_PROBS] = limits[f"actor_rollout_ref.actor.{_BUDGET}"]

@@ -49,14 +49,9 @@ def _no_model(path: str) -> str | None:
 
 def are_here(*paths: str | None) -> bool:
     """Whether each model is on this machine, as a directory or in the hub's cache. None counts."""
-    files = ("config.json", "tokenizer_config.json")
-    return all(
-        path is None
-        or Path(path).expanduser().exists()
-        or (path.count("/") < 2 and path[0] not in "/~." and any(map(_is_cached, [path] * 2, files)))
-        for path in paths
-    )
+    return all(path is None or Path(path).expanduser().exists() or _is_cached(path) for path in paths)
 
 
-def _is_cached(path: str, file: str) -> bool:
-    return isinstance(try_to_load_from_cache(path, file), str)
+def _is_cached(path: str) -> bool:
+    files = ("config.json", "tokenizer_config.json") if path.count("/") < 2 and path[0] not in "/~." else ()
+    return any(isinstance(try_to_load_from_cache(path, file), str) for file in files)

@@ -30,13 +30,13 @@ from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.old_log_probs import OldLogProbs
 from valor.trainer.phases.base import Resources
 from valor.trainer.phases.critic_prompts import check_critic_prompts
+from valor.trainer.phases.distillation import check_routes
 from valor.trainer.phases.schedule import Schedule
 from valor.trainer.phases.standard import phases_of
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.served_teacher import check_served
 from valor.trainer.step_metrics import throughput_metrics
-from valor.trainer.teachers import check_routes
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.host import Tracer
@@ -53,7 +53,6 @@ class PPORun(Run):
 
     config: PPOConfig
     record: PPORecorder
-    roles: Pools
     collector: Collector
 
     def __init__(self, config: PPOConfig, command: str) -> None:

@@ -229,12 +229,10 @@ class Run(ABC):
         self.record.best = None if self._is_measured_anew else checkpoint.state["best"]
         unmeasured = checkpoint.state.get("unmeasured") or {}
         self._unmeasured = {k: Histogram(**v) if isinstance(v, dict) else v for k, v in unmeasured.items()}
-        partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
+        how = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
         if self.finished:
-            partly = (
-                ", its last: nothing is left to train (raise trainer.total_training_steps or total_epochs to go on)"
-            )
-        self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{partly}")
+            how = ", its last: nothing is left to train (raise trainer.total_training_steps or total_epochs to go on)"
+        self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{how}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to resume from. UserError: it is not of this run."""
@@ -323,7 +321,6 @@ class SkippedUpdates:
 
     @property
     def all_skipped(self) -> bool:
-        """Whether a role has reached the limit."""
         return max(self.in_a_row.values(), default=0) >= self._limit
 
     def count(self, role: str, skipped: bool, step: int) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms import compute_advantages, mismatch_sums
 from valor.algorithms.groups import Groups, mean_of_others, scored_groups
+from valor.algorithms.scan import returns_to_go
 from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
@@ -22,17 +22,6 @@ from valor.tracking.metrics import (
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
 _NUM_TURNS = 8  # that have an explained variance of their own
-
-
-def old_log_prob_metrics(batch: Batch) -> dict[str, float]:
-    """Entropy of the policy, and how far its log-probs are from those that the rollout engine gave."""
-    mask, old = batch["response_mask"], batch["old_log_probs"]
-    count = max(float(mask.sum()), 1.0)
-    gaps = mismatch_sums(old, batch["rollout_log_probs"], mask, count)
-    return {
-        "actor/entropy": float((batch["entropy"] * mask).sum() / count),
-        **{name: gap.item() for name, gap in gaps.items()},
-    }
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -71,15 +60,12 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
     """Variance of the return that follows a policy token minus its value, and minus the mean return of the prompt's
     other samples (of all others where it has none): does this critic help as a baseline, on this batch?
 
-    Of Monte-Carlo returns, by the critic as it was before this batch, and without whitening: lambda below 1 makes the
-    variance small with any values. Where values have a target.
+    Of Monte-Carlo returns, by the critic as it was before this batch: lambda below 1 makes the variance small with any
+    values. Where values have a target.
     """
     batch = batch.take((batch["response_mask"] != 0).any(1).nonzero().flatten())  # what is rejected has no return
-    mask, rewards = batch["response_mask"], batch["token_level_rewards"]
-    none = torch.zeros_like(rewards)
-    returns = compute_advantages(
-        "gae", rewards=rewards, response_mask=mask, values=none, gamma=gamma, whitening="none"
-    )[1].double()
+    mask = batch["response_mask"]
+    returns = returns_to_go(batch["token_level_rewards"], mask, gamma).double()
     outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
     others = mean_of_others(outcomes, batch.objects["uid"])
     where = batch.tensors.get("value_mask", mask) != 0

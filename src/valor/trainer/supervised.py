@@ -26,7 +26,6 @@ from valor.workers.sft import SFTWorker
 
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
-
 Samples = DemonstrationDataset | PreferenceDataset
 
 
@@ -67,7 +66,6 @@ class SupervisedRun(Run):
         return roles
 
     def train_step(self) -> dict[str, Any]:
-        """One optimizer step on the next batch; its metrics."""
         timer = Timer()
         with timer("step"), part(self.step - 1, self.total_steps):
             batch = self.train.batch(self.sampler.next_batch())

@@ -14,7 +14,7 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
 from valor.data.sampler import shuffled
-from valor.errors import StepRefused, UserError
+from valor.errors import UserError
 from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
@@ -41,15 +41,6 @@ class Updates:
         self._whiten = "whitening" in options and config.algorithm.adv_whitening == "mini_batch"
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
-
-    def check(self, batch: Batch) -> None:
-        """StepRefused: the policy loss cannot be right for these rows."""
-        if self._loss.capability.one_row and Episodes(batch).forked:
-            raise StepRefused(
-                f"policy loss {self._loss.name} has to see a response at once, and this step has episodes in several "
-                "rows (the chat template, or the agent, has rewritten what was said): use "
-                "actor_rollout_ref.actor.policy_loss.loss_mode=turn_ppo or gspo"
-            )
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0, last: bool = True) -> dict[str, float]:
         """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.
@@ -167,11 +158,11 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
-        self._estimator = targets_by_ranks(config)
+        self._targets = targets_by_ranks(config)
 
     def values_in_update(self, batch: Batch, step: int) -> bool:
         """Whether values and update of this step share a forward pass, the critic's ranks making the targets."""
-        possible = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
+        possible = self._targets is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
         return possible and len(self.updates.rows_of_updates("critic", batch, step)) == 1
 
     def update_with_values(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
@@ -181,7 +172,7 @@ class Critics:
         (rows,) = self.updates.mini_batches("critic", critic_rows(batch), step)
         self.updates.skips.updating = True
         with phase("train critic", unit="micro-batch"):
-            result = self.roles[name].update_with_values(rows, self._estimator)
+            result = self.roles[name].update_with_values(rows, self._targets)
         metrics = result.meta.pop("metrics")
         self.updates.skips.count(name, bool(metrics["skipped"]), step)
         return result, named("critic", [metrics]) | {"critic/frozen": 0.0}

@@ -64,20 +64,16 @@ class CriticWorker(ModelRole):
         return self._update(mini_batch, self._loss)
 
     @Dispatch("dp", stays=("values",))
-    def update_with_values(self, mini_batch: Batch, estimator: tuple[str, dict[str, Any]]) -> Batch:
+    def update_with_values(self, mini_batch: Batch, options: dict[str, Any]) -> Batch:
         """`update` whose targets come from its own forward pass: `values` [B, T] as in `compute_values`, and in
-        `meta["metrics"]` the metrics of `update`.
-
-        estimator: name and options of the advantage estimator that makes a row's returns of its `token_level_rewards`
-        and values.
-        """
-        name, options = estimator
+        `meta["metrics"]` the metrics of `update`. options: of GAE, which makes a row's returns of its
+        `token_level_rewards` and values."""
         values = torch.zeros(mini_batch["responses"].shape, device=self.engine.device)
 
         def loss(outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             present = {"values": outputs["values"].detach(), "response_mask": rows["response_mask"]}
             values[rows["row"]] = present["values"]
-            _, returns = algorithms.compute_advantages(name, rewards=rows["token_level_rewards"], **present, **options)
+            _, returns = algorithms.compute_advantages("gae", rewards=rows["token_level_rewards"], **present, **options)
             return self._loss(outputs, rows.union(Batch({"values": present["values"], "returns": returns})))
 
         metrics = self._update(mini_batch.union(Batch({"row": torch.arange(len(mini_batch))})), loss)

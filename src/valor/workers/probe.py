@@ -50,7 +50,6 @@ class ProbeCritic:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the share of a batch that this rank computes."""
         return self._states_of.data_parallel_rank
 
     @Dispatch("dp", reads=(*ROW_FIELDS, "response_mask"), stays=("values",))
@@ -77,16 +76,16 @@ class ProbeCritic:
         return self._fit.learn(self._over_ranks(Evidence.total(parts)))
 
     @Dispatch("dp", stays=("values",))
-    def update_with_values(self, batch: Batch, estimator: tuple[str, dict[str, Any]]) -> Batch:
-        """`update` whose forward pass also gives the `values` [B, T], and whose targets are the `estimator`'s, as in
+    def update_with_values(self, batch: Batch, options: dict[str, Any]) -> Batch:
+        """`update` whose forward pass also gives the `values` [B, T], and whose targets are GAE's, as in
         CriticWorker."""
-        (name, options), parts, values = estimator, list[Evidence](), torch.zeros(batch["responses"].shape)
+        parts, values = list[Evidence](), torch.zeros(batch["responses"].shape)
         for part, features in self._features(model_rows(batch), batch["response_mask"]):
             mask = batch["response_mask"][part]
             values[part] = self._fit.predict(features).float().cpu() * (mask != 0)
             present = {"values": values[part], "response_mask": mask}
             rewards = batch["token_level_rewards"][part]
-            _, returns = algorithms.compute_advantages(name, rewards=rewards, **present, **options)
+            _, returns = algorithms.compute_advantages("gae", rewards=rewards, **present, **options)
             parts.append(self._evidence(features, returns, mask))
         metrics = self._fit.learn(self._over_ranks(Evidence.total(parts)))
         return Batch({"values": values}, meta={"metrics": metrics})
@@ -102,13 +101,11 @@ class ProbeCritic:
 
     @Dispatch("all")
     def load(self, directory: Path) -> None:
-        """What `save` wrote, at any world size."""
         with disk_errors(directory):
             self._read(directory)
 
     @Dispatch("all", light=True)
     def checkpoint_bytes(self) -> int:
-        """How large what `save` writes will be."""
         return 8 * (4 * self._projection.size) ** 2
 
     @Dispatch("all")

@@ -36,7 +36,6 @@ class ReferenceWorker:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the share of a batch that this rank computes."""
         return self._role.data_parallel_rank
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("ref_log_probs",))

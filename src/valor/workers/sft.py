@@ -34,12 +34,8 @@ class SFTWorker(ModelRole):
         with self.on_device() as engine:
             out = engine.forward(batch, **self._limits, with_hits=True)
         mask, count = batch["response_mask"], batch.meta["num_tokens"]
-        return self.sum_over_ranks(
-            {
-                "loss": float(-(out["log_probs"] * mask).sum() / count),
-                "token_accuracy": float((out["hits"] * mask).sum() / count),
-            }
-        )
+        loss, hits = -(out["log_probs"] * mask).sum() / count, (out["hits"] * mask).sum() / count
+        return self.sum_over_ranks({"loss": float(loss), "token_accuracy": float(hits)})
 
 
 def token_loss(outputs: Mapping[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -67,7 +67,7 @@ def test_a_role_in_three_places():
 @pytest.mark.usefixtures("table")
 def test_it_may_have_a_pool_of_its_own():
     apart = "resource_pools={apart: {roles: [lengths]}}"
-    assert check_placement(config(apart, "actor_rollout_ref.rollout.n=2")) == []
+    assert not [*check_placement(config(apart, "actor_rollout_ref.rollout.n=2"))]
     assert resolve_placement(config(apart, "actor_rollout_ref.rollout.n=2")).pool_of("lengths") == "apart"
     (line,) = check_placement(config(apart))
     assert "names lengths, which this run does not have" in line

@@ -15,6 +15,7 @@ from valor.trainer.old_log_probs import corrected
 from valor.trainer.phases.advantages import Advantages
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows, trained
+from valor.trainer.phases.update_actor import UpdateActor
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
 from valor.trainer.updates import Critics, Updates, counted
@@ -200,7 +201,7 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
         counts |= {"sequence_lengths": rows["sequence_lengths"], "loss_agg_mode": mode, "loss_scale_factor": 9.0}
         mask = rows["response_mask"]
         made = updates(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}")
-        made.check(rows)
+        UpdateActor(made.config).refuse(rows)
         present = Batch({"old_log_probs": log_probs.detach() / mask})  # no number where the policy has no token
         made.roles = {"actor": SimpleNamespace(compute_log_probs=lambda *_, found=present, **__: found)}
         if name == "gspo":
@@ -227,10 +228,10 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
 
 def test_a_loss_that_has_to_see_a_whole_response_is_refused() -> None:
     one, several = batches()
-    made = updates("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean")
-    made.check(one)
+    phase = UpdateActor(updates("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").config)
+    phase.refuse(one)
     with pytest.raises(StepRefused, match=r"geo_mean .* episodes in several rows .* use .*loss_mode=turn_ppo or gspo"):
-        made.check(several)
+        phase.refuse(several)
 
 
 def test_rollout_correction_weighs_and_rejects_episodes() -> None:
@@ -252,7 +253,7 @@ def test_the_critic_learns_where_turns_begin() -> None:
     first = [row[row > 0].unique().numel() for row in batch["turn_ids"]]
     assert batch["value_mask"].sum(1).tolist() == first
     made, seen = updates(), []
-    made.run = lambda role, rows, step, member: seen.extend(made.mini_batches(role, rows, step)) or {}  # type: ignore[method-assign]
+    made.run = lambda role, rows, step, **_: seen.extend(made.mini_batches(role, rows, step)) or {}  # type: ignore[method-assign]
     Critics(made.config, SimpleNamespace(), made).update(batch, 1)  # type: ignore[arg-type]
     assert sum(rows.meta["num_tokens"] for rows in seen) == sum(first) == 13
     for rows in seen:

@@ -43,15 +43,6 @@ class PromptCache(Cache):
         self.states[layer_idx] = key_states, value_states
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
 
 class Columns:
     """Growing per-layer buffers of keys and values, each [rows, kv heads, columns, head size].
@@ -225,9 +216,6 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.width, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
 
 
 def _filled_up(rows: int, most: int) -> int:

@@ -149,10 +149,7 @@ class ServerEngine(RolloutEngine):
                 self._client.submit(self._end(flight))
 
     async def _end(self, flight: _InFlight) -> None:
-        """Have the server end a request, which then replies with its tokens; else close the connection.
-
-        Repeated, because the request may still be on its way to the server.
-        """
+        """Have the server end a request, which then replies with its tokens; else close the connection."""
         route = self._dialect.abort(flight.url, flight.name)
         while flight.sent and route is not None and not flight.reply.done():
             try:
@@ -161,7 +158,7 @@ class ServerEngine(RolloutEngine):
                 break
             if reply.status_code != 200:
                 break
-            await asyncio.sleep(_ABORT_SECONDS)
+            await asyncio.sleep(_ABORT_SECONDS)  # the request may still be on its way there
         flight.reply.cancel()
 
     async def _complete(self, flight: _InFlight) -> Reply:

@@ -163,7 +163,6 @@ class Fleet:
                 logger.warning("the server at %s has ended: it is started again", server.url)
 
     def sleep(self) -> None:
-        """Have the servers release their memory, until the next update."""
         self._tell(self.dialect.sleep)
 
     def close(self) -> None:

@@ -144,7 +144,6 @@ class VLLMEngine(RolloutEngine):
                     self._finish(*ended, "abort")
 
     def _drop(self, names: list[str]) -> list[tuple[Request, Any]]:
-        """Remove requests from vLLM."""
         self._llm.abort_request(names)
         return [self._running.pop(name) for name in names]
 

@@ -20,8 +20,7 @@ from valor.trainer.advantage import (
     from_critic,
     offered_settings,
 )
-from valor.trainer.options import option_mistakes
-from valor.trainer.phases.base import Metrics, Phase, of_rows, where_true
+from valor.trainer.phases.base import Metrics, Phase, of_rows, option_mistakes, where_true
 
 _READS_IF_THERE = """
     finish_reason reward_info episode reward_baselines progress reward_missing turn_ids values branch_mask
@@ -91,44 +90,43 @@ def _estimator(config: PPOConfig) -> Iterator[str]:
     needs, options = entry.capability, entry.options
     weighs_returns = entry.builtin and options >= set(LOG_PROBS)
     value_is_reward = from_critic(algorithm)
-    return where_true(
-        {
-            f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo": (
-                needs.needs_critic and not config.critic.enable
-            ),
-            f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least "
-            f"{needs.min_group_size}, it is {n}": n < needs.min_group_size
-            and not ("singleton" in options and algorithm.singleton == "raw")
-            and not config.distillation.replaces_advantages,
-            f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
-            "algorithm.rollout_correction.bypass_mode=false": (
-                correction.bypass_mode and (needs.needs_sum_pi_squared or weighs_returns)
-            ),
-            f"{name} weighs what follows a token itself, as algorithm.rollout_correction.rollout_is=sequence does: use "
-            "rollout_is=token or prefix": weighs_returns and correction.rollout_is == "sequence",
-            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: {algorithm.adv_estimator} compares with greedy "
-            "responses of the same weights: set trainer_mode=sync": (
-                needs.needs_greedy_baseline and config.trainer.v1.runs_ahead
-            ),
-            f"{name} compares with the graders' scores of greedy responses, and algorithm.reward_source=critic gives "
-            "values: use another estimator": needs.needs_greedy_baseline and algorithm.reward_source == "critic",
-            f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
-                algorithm.truncation_bootstrap and "bootstrap_mask" not in options
-            ),
-            "algorithm.gae_unit=turn trains the critic where turns begin, while algorithm.truncation_bootstrap=true, "
-            "and algorithm.missing_reward=bootstrap or critic, read it at the end: use gae_unit=token or bilevel": (
-                algorithm.gae_unit == "turn"
-                and "gae_unit" in options
-                and not value_is_reward
-                and (algorithm.truncation_bootstrap or algorithm.reads_end_value)
-            ),
-            "algorithm.truncation_bootstrap=true is for rewards by rule: drop it": (
-                value_is_reward and algorithm.truncation_bootstrap
-            ),
-            "algorithm.reward_mask_flip_adv_when_masked=true acts after whitening: set algorithm.adv_whitening to "
-            "batch or none": algorithm.flips_masked and algorithm.adv_whitening == "mini_batch",
-        }
-    )
+    wrong = {
+        f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo": (
+            needs.needs_critic and not config.critic.enable
+        ),
+        f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least {needs.min_group_size}, "
+        f"it is {n}": n < needs.min_group_size
+        and not ("singleton" in options and algorithm.singleton == "raw")
+        and not config.distillation.replaces_advantages,
+        f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
+        "algorithm.rollout_correction.bypass_mode=false": (
+            correction.bypass_mode and (needs.needs_sum_pi_squared or weighs_returns)
+        ),
+        f"{name} weighs what follows a token itself, as algorithm.rollout_correction.rollout_is=sequence does: use "
+        "rollout_is=token or prefix": weighs_returns and correction.rollout_is == "sequence",
+        f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: {algorithm.adv_estimator} compares with greedy "
+        "responses of the same weights: set trainer_mode=sync": (
+            needs.needs_greedy_baseline and config.trainer.v1.runs_ahead
+        ),
+        f"{name} compares with the graders' scores of greedy responses, and algorithm.reward_source=critic gives "
+        "values: use another estimator": needs.needs_greedy_baseline and algorithm.reward_source == "critic",
+        f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
+            algorithm.truncation_bootstrap and "bootstrap_mask" not in options
+        ),
+        "algorithm.gae_unit=turn trains the critic where turns begin, while algorithm.truncation_bootstrap=true, and "
+        "algorithm.missing_reward=bootstrap or critic, read it at the end: use gae_unit=token or bilevel": (
+            algorithm.gae_unit == "turn"
+            and "gae_unit" in options
+            and not value_is_reward
+            and (algorithm.truncation_bootstrap or algorithm.reads_end_value)
+        ),
+        "algorithm.truncation_bootstrap=true is for rewards by rule: drop it": (
+            value_is_reward and algorithm.truncation_bootstrap
+        ),
+        "algorithm.reward_mask_flip_adv_when_masked=true acts after whitening: set algorithm.adv_whitening to batch or "
+        "none": algorithm.flips_masked and algorithm.adv_whitening == "mini_batch",
+    }
+    return where_true(wrong)
 
 
 def _components(config: PPOConfig) -> Iterator[str]:
@@ -148,20 +146,19 @@ def _components(config: PPOConfig) -> Iterator[str]:
     else:
         at = "add it to algorithm.adv_kwargs.reward_keys, or switch off what gives it"
         yield from (f"{reads} {key} is one of: {at}" for key in always_learnt(config) if key not in keys)
-    yield from where_true(
-        {
-            f"{reads} algorithm.use_kl_in_reward does not touch: use actor_rollout_ref.actor.use_kl_loss instead": (
-                algorithm.use_kl_in_reward
-            ),
-            f"{reads} algorithm.reward_mask_ratio and algorithm.reward_binarize do not touch: drop them or take "
-            "another estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
-            f"{reads} algorithm.reward_source=critic and algorithm.reward_noise do not touch: drop them or take "
-            "another estimator": algorithm.reward_source == "critic" or algorithm.reward_noise > 0,
-            f"{reads} reward.reward_model.gives=steps is none of: take another one": (
-                model.enable and model.gives == "steps"
-            ),
-        }
-    )
+    wrong = {
+        f"{reads} algorithm.use_kl_in_reward does not touch: use actor_rollout_ref.actor.use_kl_loss instead": (
+            algorithm.use_kl_in_reward
+        ),
+        f"{reads} algorithm.reward_mask_ratio and algorithm.reward_binarize do not touch: drop them or take another "
+        "estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
+        f"{reads} algorithm.reward_source=critic and algorithm.reward_noise do not touch: drop them or take another "
+        "estimator": algorithm.reward_source == "critic" or algorithm.reward_noise > 0,
+        f"{reads} reward.reward_model.gives=steps is none of: take another one": (
+            model.enable and model.gives == "steps"
+        ),
+    }
+    yield from where_true(wrong)
 
 
 def _numbers_for(weights: Any, keys: list[str]) -> bool:

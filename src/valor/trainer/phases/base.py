@@ -1,12 +1,13 @@
 """What a phase of a training step is: columns in, columns out, in the processes of one role or in the driver."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from valor.algorithms.registry import Entry
 from valor.collector.collector import Collector
 from valor.config import PPOConfig
 from valor.controller.group import Pools
@@ -121,3 +122,16 @@ def of_rows(episodes: Episodes, columns: Mapping[str, Tensor]) -> Batch:
 def where_true(wrong: Mapping[str, bool]) -> Iterator[str]:
     """The lines whose condition holds."""
     return (line for line, holds in wrong.items() if holds)
+
+
+def option_mistakes(
+    entry: Entry, key: str, names: Collection[str], options: Collection[str], provided: Collection[str] = ()
+) -> Iterator[str]:
+    """A line for each of the `names` set under `key` that is not among the `options` of the algorithm, or that has a
+    source of its own (`provided`: other keys and the run)."""
+    for name in names:
+        if name in provided:
+            yield f"{key}.{name} is not set here: it has a key of its own or comes from the run"
+        elif name not in options and not entry.takes_any:
+            known = ", ".join(sorted(set(options) - set(provided))) or "none"
+            yield f"{key}.{name}: {entry.name} has no such option (it has {known})"

@@ -34,15 +34,14 @@ class CriticPrompts(Phase):
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         agent = config.actor_rollout_ref.rollout.agent
-        yield from where_true(
-            {
-                f"{KEY} is for episodes of one row, and actor_rollout_ref.rollout.agent.compaction.enable=true cuts "
-                "them: drop one of the two": agent.compaction.enable,
-                f"{KEY} adds text, and data.image_key={config.data.image_key} makes prompts of parts: drop it": (
-                    config.data.image_key is not None
-                ),
-            }
-        )
+        wrong = {
+            f"{KEY} is for episodes of one row, and actor_rollout_ref.rollout.agent.compaction.enable=true cuts them: "
+            "drop one of the two": agent.compaction.enable,
+            f"{KEY} adds text, and data.image_key={config.data.image_key} makes prompts of parts: drop it": (
+                config.data.image_key is not None
+            ),
+        }
+        yield from where_true(wrong)
 
     def plan(self) -> str:
         return f"the critic's prompts, by {KEY}"
@@ -83,9 +82,8 @@ def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
     longest = 0
     for row in inputs.train:
         try:
-            messages = filled(
-                template, KEY, row.messages, columns_of(row.data_source, row.ground_truth, row.extra_info)
-            )
+            columns = columns_of(row.data_source, row.ground_truth, row.extra_info)
+            messages = filled(template, KEY, row.messages, columns)
         except UserError:
             if drawn:
                 return

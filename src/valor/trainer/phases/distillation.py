@@ -1,25 +1,30 @@
-"""Teachers: the log-probs that they give the sampled tokens, and what these are worth as rewards."""
+"""Teachers: whose a row is, the log-probs that they give the sampled tokens, and what these are worth as rewards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor import algorithms
 from valor.algorithms import ADVANTAGES
+from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.config.distillation import TeacherConfig
+from valor.config.distillation import DistillationConfig, TeacherConfig
 from valor.data.batch import Batch
+from valor.data.prompts import render, token_ids
+from valor.errors import StepRefused, UserError
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.phases.base import Metrics, Phase, where_true
-from valor.trainer.prompt_templates import COLUMNS, reading_more
+from valor.trainer.prompt_templates import COLUMNS, check_longest, columns_of, filled, reading_more
 from valor.trainer.served_teacher import served_log_probs
-from valor.trainer.teachers import TEMPLATE, routed
 from valor.workers.actor import sampled_options
 from valor.workers.roles import teacher_names
+from valor.workers.teacher import check_teachers, teacher_model
 
 TEACHER = "teacher"  # column [B]: number of each row's teacher
+TEMPLATE = "distillation.teacher_models.<name>.prompt_template"
 
 
 class Teachers(Phase):
@@ -42,45 +47,43 @@ class Teachers(Phase):
         estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         staged = actor.strategy == "megatron" and actor.megatron.pipeline_model_parallel_size > 1
         pooled = any("teacher" in pool.roles for pool in config.pools.values())
-        yield from where_true(
-            {
-                f"{mode} compares whole distributions, and so does actor_rollout_ref.actor.kl_loss_type=full: set that "
-                "to an estimator such as k3": teach.of_distributions and actor.exact_kl_loss,
-                f"{mode} compares whole distributions, which pipeline stages do not have: set actor_rollout_ref.actor."
-                "megatron.pipeline_model_parallel_size=1, or an estimator such as k3": teach.of_distributions
-                and staged,
-                f"{mode} compares whole distributions, beside the actor: set distillation.nnodes=0, or "
-                "an estimator such as loss_mode=k3": teach.of_distributions and pooled,
-                f"the critic of {estimator} would learn for nothing, as distillation.distillation_loss.use_task_rewards"
-                f"=false leaves its advantages out: set {as_reward} with use_policy_gradient=true, or "
-                "algorithm.adv_estimator=grpo": teach.replaces_advantages and config.critic.enable,
-                "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
-                f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
-                "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
-                "distillation.teacher_models.<name>.prompt_template is for answers of one turn, and here episodes are "
-                "played: drop it": config.plays_episodes
-                and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
-                "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
-                "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
-                    (teacher.temperature or config.actor_rollout_ref.rollout.temperature) != 1.0
-                    for teacher in teach.served.values()
-                ),
-                f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
-                "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
-                f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
-                    teach.as_reward and algorithm.reward_source == "critic"
-                ),
-                f"{as_reward}: algorithm.reward_mask_ratio takes rewards away, but not the teacher's: set "
-                "signal=advantage": teach.as_reward and algorithm.reward_mask_ratio > 0,
-            }
-        )
+        wrong = {
+            f"{mode} compares whole distributions, and so does actor_rollout_ref.actor.kl_loss_type=full: set that to "
+            "an estimator such as k3": teach.of_distributions and actor.exact_kl_loss,
+            f"{mode} compares whole distributions, which pipeline stages do not have: set "
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1, or an estimator such as "
+            "k3": teach.of_distributions and staged,
+            f"{mode} compares whole distributions, beside the actor: set distillation.nnodes=0, or an estimator such "
+            "as loss_mode=k3": teach.of_distributions and pooled,
+            f"the critic of {estimator} would learn for nothing, as "
+            f"distillation.distillation_loss.use_task_rewards=false leaves its advantages out: set {as_reward} with "
+            "use_policy_gradient=true, or algorithm.adv_estimator=grpo": teach.replaces_advantages
+            and config.critic.enable,
+            "algorithm.use_kl_in_reward changes rewards, and distillation.distillation_loss.use_task_rewards=false "
+            f"learns from none: set actor_rollout_ref.actor.use_kl_loss=true instead, or {as_reward} with "
+            "use_policy_gradient=true": teach.replaces_advantages and algorithm.use_kl_in_reward,
+            f"{TEMPLATE} is for answers of one turn, and here episodes are played: drop it": config.plays_episodes
+            and any(teacher.prompt_template is not None for teacher in teach.teacher_models.values()),
+            "distillation.teacher_models.<name>.url: a server scores at temperature 1: set "
+            "actor_rollout_ref.rollout.temperature=1, or the teacher's": any(
+                (teacher.temperature or config.actor_rollout_ref.rollout.temperature) != 1.0
+                for teacher in teach.served.values()
+            ),
+            f"{as_reward} is a reward that {estimator} does not read, which compares reward components: set "
+            "signal=advantage": teach.as_reward and ADVANTAGES[algorithm.adv_estimator].capability.needs_components,
+            f"{as_reward}: algorithm.reward_source=critic has no other reward: set signal=advantage": (
+                teach.as_reward and algorithm.reward_source == "critic"
+            ),
+            f"{as_reward}: algorithm.reward_mask_ratio takes rewards away, but not the teacher's: set "
+            "signal=advantage": teach.as_reward and algorithm.reward_mask_ratio > 0,
+        }
+        yield from where_true(wrong)
 
     def plan(self) -> str:
         teach = self.config.distillation
         loss = teach.distillation_loss
-        names = ", ".join(
-            f"{name} ({t.url or t.model_path or 'the policy'})" for name, t in teach.teacher_models.items()
-        )
+        teachers = teach.teacher_models.items()
+        names = ", ".join(f"{name} ({each.url or each.model_path or 'the policy'})" for name, each in teachers)
         by = f" by {teach.teacher_key}" if teach.routes else ""
         form = f"each token's {loss.signal}" if loss.use_policy_gradient else "a loss"
         decay = loss.distillation_loss_coef_decay_steps
@@ -93,7 +96,11 @@ class Teachers(Phase):
         teach = self.config.distillation
         falls = teach.distillation_loss.distillation_loss_coef_decay_steps is not None
         metrics = {"distillation/coefficient": teach.coefficient(step)} if falls else {}
-        return Batch({TEACHER: routed(batch, teach)}), metrics
+        try:
+            numbers = [_number(teach, *row) for row in zip(*map(batch.objects.get, COLUMNS), strict=True)]
+        except UserError as error:
+            raise StepRefused(str(error)) from error
+        return Batch({TEACHER: torch.tensor(numbers)}), metrics
 
 
 class MovingTeachers(Phase):
@@ -110,19 +117,18 @@ class MovingTeachers(Phase):
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         at, policy = "distillation.teacher_models.<name>.update_rate", config.actor_rollout_ref
-        yield from where_true(
-            {
-                f"{at} needs the policy in the same processes: drop distillation.nnodes": any(
-                    "teacher" in pool.roles for pool in config.pools.values()
-                ),
-                f"{at} follows all weights of a policy, and here adapters are trained: set actor_rollout_ref.model."
-                "lora_rank=0": policy.model.lora_rank > 0,
-                f"{at} is not for megatron: set actor_rollout_ref.actor.strategy=fsdp2": policy.actor.strategy
-                == "megatron",
-                f"{at}: bfloat16 weights would round small moves away: set distillation.fsdp_config.model_dtype="
-                "float32": config.distillation.fsdp_config.model_dtype != "float32",
-            }
-        )
+        wrong = {
+            f"{at} needs the policy in the same processes: drop distillation.nnodes": any(
+                "teacher" in pool.roles for pool in config.pools.values()
+            ),
+            f"{at} follows all weights of a policy, and here adapters are trained: set "
+            "actor_rollout_ref.model.lora_rank=0": policy.model.lora_rank > 0,
+            f"{at} is not for megatron: set actor_rollout_ref.actor.strategy=fsdp2": policy.actor.strategy
+            == "megatron",
+            f"{at}: bfloat16 weights would round small moves away: set "
+            "distillation.fsdp_config.model_dtype=float32": config.distillation.fsdp_config.model_dtype != "float32",
+        }
+        yield from where_true(wrong)
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         teachers = self.config.distillation.teacher_models.values()
@@ -225,3 +231,43 @@ class TeacherRewards(Phase):
         if teach.distillation_loss.use_task_rewards:
             rewards = rewards + batch["token_level_rewards"]
         return Batch({"token_level_rewards": rewards}), {}
+
+
+def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
+    """UserError: a teacher that the policy cannot learn from, or a row of the training prompts without a teacher, or
+    without a column that its teacher is told, or with more of it than that has positions."""
+    section, tokenizer = config.distillation, inputs.tokenizer
+    if not section.enabled:
+        return
+    check_teachers(config, tokenizer)
+    teachers = [*section.teacher_models.values()]
+    longest = [0] * len(teachers)
+    for row in inputs.train if section.routes or teachers[0].prompt_template is not None else ():
+        values = (row.data_source, row.ground_truth, row.extra_info)
+        number = _number(section, *values)
+        if (template := teachers[number].prompt_template) is not None:
+            messages = filled(template, TEMPLATE, row.messages, columns_of(*values))
+            text = render(tokenizer, messages, {**config.data.apply_chat_template_kwargs, **row.template_kwargs})
+            longest[number] = max(longest[number], len(token_ids(tokenizer, [text])[0]))
+    for teacher, prompt in zip(teachers, longest, strict=True):
+        if prompt and teacher.url is None:
+            model = config.actor_rollout_ref.model
+            model = model if teacher.model_path is None else teacher_model(config, teacher)
+            check_longest(TEMPLATE, prompt, config.data.max_response_length, model)
+
+
+def _number(config: DistillationConfig, data_source: str, _: Any, extra_info: Mapping[str, Any]) -> int:
+    if not config.routes:
+        return 0
+    key = data_source if config.teacher_key == "data_source" else str(extra_info.get(config.teacher_key))
+    keys = [str(teacher.key) for teacher in config.teacher_models.values()]
+    if config.teacher_key not in ("data_source", *extra_info):
+        raise UserError(
+            f"a row has no '{config.teacher_key}' in extra_info, where distillation.teacher_key is looked up"
+        )
+    if key not in keys:
+        raise UserError(
+            f"a row has {config.teacher_key}={key}, and no teacher has that key (they have {', '.join(keys)}): set "
+            "distillation.teacher_models.<name>.key"
+        )
+    return keys.index(key)

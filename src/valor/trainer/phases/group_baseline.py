@@ -46,30 +46,27 @@ class GroupBaseline(Phase):
         by_turn = algorithm.adv_estimator == "gae" and algorithm.gae_unit != "token"
         lambdas = [algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic]
         lambdas += [algorithm.lam_turn] * by_turn
-        yield from where_true(
-            {
-                f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least 2, or "
-                "critic.target=absolute": n < 2,
-                f"{name} adds one number to all values of a response, which is right without discounts alone: set "
-                "algorithm.gamma=1 (and gamma_turn=1), or critic.target=absolute": discounts,
-                f"{name} has targets below 0, which critic.value_loss=bce has not: use mse or huber": (
-                    residual and value_loss == "bce"
-                ),
-                f"{name} has targets below 0: set critic.value_loss_kwargs.value_min to the least, such as -1": (
-                    residual and value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
-                ),
-                f"{name} moves values, and the critic learns from outcomes: set algorithm.lam_critic=1"
-                + " and algorithm.lam_turn=1" * by_turn: not residual and any(lam != 1.0 for lam in lambdas),
-                f"{name} moves values, and algorithm.adv_estimator=vtrace makes the critic's targets of them: use gae, "
-                "or critic.target=residual": not residual and algorithm.adv_estimator == "vtrace",
-                f"{name} and algorithm.truncation_bootstrap=true would teach the critic the moved values: set one of "
-                "them off": not residual and algorithm.truncation_bootstrap,
-                f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take "
-                "away: use critic.target=absolute": (
-                    algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0
-                ),
-            }
-        )
+        wrong = {
+            f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least 2, or "
+            "critic.target=absolute": n < 2,
+            f"{name} adds one number to all values of a response, which is right without discounts alone: set "
+            "algorithm.gamma=1 (and gamma_turn=1), or critic.target=absolute": discounts,
+            f"{name} has targets below 0, which critic.value_loss=bce has not: use mse or huber": (
+                residual and value_loss == "bce"
+            ),
+            f"{name} has targets below 0: set critic.value_loss_kwargs.value_min to the least, such as -1": (
+                residual and value_loss == "hl_gauss" and isinstance(low, int | float) and low >= 0
+            ),
+            f"{name} moves values, and the critic learns from outcomes: set algorithm.lam_critic=1"
+            + " and algorithm.lam_turn=1" * by_turn: not residual and any(lam != 1.0 for lam in lambdas),
+            f"{name} moves values, and algorithm.adv_estimator=vtrace makes the critic's targets of them: use gae, or "
+            "critic.target=residual": not residual and algorithm.adv_estimator == "vtrace",
+            f"{name} and algorithm.truncation_bootstrap=true would teach the critic the moved values: set one of them "
+            "off": not residual and algorithm.truncation_bootstrap,
+            f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take away: "
+            "use critic.target=absolute": (algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0),
+        }
+        yield from where_true(wrong)
 
     def refuse(self, batch: Batch) -> None:
         last = [rows[-1] for rows in Episodes(batch).rows]

@@ -14,7 +14,6 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected, correction_options, off_policy
 from valor.trainer.phases.base import Metrics, Phase
-from valor.trainer.step_metrics import old_log_prob_metrics
 
 
 class RolloutLogProbs(Phase):
@@ -38,10 +37,7 @@ class RolloutLogProbs(Phase):
 
 
 class RecomputedLogProbs(Phase):
-    """One pass of the actor over the batch.
-
-    A batch that gets one update needs none: the ratio is 1 then.
-    """
+    """One pass of the actor over the batch."""
 
     name = "old_log_prob"
     role = "actor"
@@ -80,9 +76,13 @@ class OldLogProbMetrics(Phase):
         return OldLogProbs(config).recompute
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        metrics = old_log_prob_metrics(batch)
+        mask, old = batch["response_mask"], batch["old_log_probs"]
+        count = max(float(mask.sum()), 1.0)
+        gaps = algorithms.mismatch_sums(old, batch["rollout_log_probs"], mask, count)
+        metrics: Metrics = {"actor/entropy": float((batch["entropy"] * mask).sum() / count)}
+        metrics |= {name: gap.item() for name, gap in gaps.items()}
         if self.config.trainer.v1.runs_ahead and not OldLogProbs(self.config).correct_batch:
-            metrics |= off_policy(batch, batch["old_log_probs"])
+            metrics |= off_policy(batch, old)
         return Batch(), metrics
 
 

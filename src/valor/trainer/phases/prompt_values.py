@@ -31,20 +31,19 @@ class PromptValues(Phase):
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
-        yield from where_true(
-            {
-                f"{_KEY} needs a critic: set critic.enable=true": not config.critic.enable,
-                f"{_KEY} and algorithm.reward_source=critic: the critic's rewards say nothing of right answers": (
-                    config.algorithm.reward_source == "critic"
-                ),
-                f"{_KEY} and critic.kind=probe, which reads states of answers: set kind=model": config.has_probe,
-                f"{_KEY} reads text alone: set data.image_key=null": config.data.image_key is not None,
-                f"{_KEY} needs values of outcomes: set critic.target=absolute": config.critic.target != "absolute",
-                f"{_KEY} reads the policy's prompts, and critic.prompt_template others: drop one of the two": (
-                    config.critic.prompt_template is not None
-                ),
-            }
-        )
+        wrong = {
+            f"{_KEY} needs a critic: set critic.enable=true": not config.critic.enable,
+            f"{_KEY} and algorithm.reward_source=critic: the critic's rewards say nothing of right answers": (
+                config.algorithm.reward_source == "critic"
+            ),
+            f"{_KEY} and critic.kind=probe, which reads states of answers: set kind=model": config.has_probe,
+            f"{_KEY} reads text alone: set data.image_key=null": config.data.image_key is not None,
+            f"{_KEY} needs values of outcomes: set critic.target=absolute": config.critic.target != "absolute",
+            f"{_KEY} reads the policy's prompts, and critic.prompt_template others: drop one of the two": (
+                config.critic.prompt_template is not None
+            ),
+        }
+        yield from where_true(wrong)
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         inputs = self.resources.collector.inputs

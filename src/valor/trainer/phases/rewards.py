@@ -49,24 +49,23 @@ class Rewards(Phase):
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
         algorithm = config.algorithm
         by_critic, masked = algorithm.reward_source == "critic", algorithm.reward_mask_ratio > 0
-        yield from where_true(
-            {
-                "algorithm.reward_source=critic needs a critic: set critic.enable=true": (
-                    by_critic and not config.critic.enable
-                ),
-                f"algorithm.missing_reward={algorithm.missing_reward} needs a critic: set critic.enable=true": (
-                    algorithm.reads_end_value and not config.critic.enable
-                ),
-                "algorithm.reward_source=critic replaces every reward and algorithm.reward_mask_ratio takes some away: "
-                "for a part of them use reward_source=rule_based with missing_reward=critic": by_critic and masked,
-                "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
-                "actor_rollout_ref.actor.use_kl_loss=true": algorithm.use_kl_in_reward and from_critic(algorithm),
-                "algorithm.kl_penalty=full needs a pass of the actor over each batch, which algorithm."
-                "rollout_correction.bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl": (
-                    algorithm.exact_kl_in_reward and algorithm.rollout_correction.bypass_mode
-                ),
-            }
-        )
+        wrong = {
+            "algorithm.reward_source=critic needs a critic: set critic.enable=true": (
+                by_critic and not config.critic.enable
+            ),
+            f"algorithm.missing_reward={algorithm.missing_reward} needs a critic: set critic.enable=true": (
+                algorithm.reads_end_value and not config.critic.enable
+            ),
+            "algorithm.reward_source=critic replaces every reward and algorithm.reward_mask_ratio takes some away: for "
+            "a part of them use reward_source=rule_based with missing_reward=critic": by_critic and masked,
+            "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
+            "actor_rollout_ref.actor.use_kl_loss=true": algorithm.use_kl_in_reward and from_critic(algorithm),
+            "algorithm.kl_penalty=full needs a pass of the actor over each batch, which "
+            "algorithm.rollout_correction.bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl": (
+                algorithm.exact_kl_in_reward and algorithm.rollout_correction.bypass_mode
+            ),
+        }
+        yield from where_true(wrong)
 
     def plan(self) -> str:
         algorithm = self.algorithm

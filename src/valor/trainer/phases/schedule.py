@@ -40,7 +40,6 @@ class Schedule:
             available |= phase.adds
 
     def bind(self, resources: Resources) -> None:
-        """Gives the phases what they work with."""
         for phase in self.phases:
             phase.resources = resources
 
@@ -83,7 +82,8 @@ class Schedule:
         # torch's number of threads is a thread's own, and decides the order of sums.
         with ThreadPoolExecutor(1, "driver", torch.set_num_threads, (torch.get_num_threads(),)) as driver:
             while waiting:
-                ready = [phase for phase in waiting if self._is_ready(phase, results)]
+                done = {name for name, result in results.items() if result.done()}
+                ready = [phase for phase in waiting if done.issuperset(each.name for each in self.sources[phase.name])]
                 if not ready:
                     wait([result for result in results.values() if not result.done()], return_when=FIRST_COMPLETED)
                 for phase in ready:
@@ -102,9 +102,6 @@ class Schedule:
             columns, measured = results[phase.name].result()
             batch, metrics = batch.union(columns), metrics | measured
         return batch, metrics
-
-    def _is_ready(self, phase: Phase, results: Mapping[str, Future[Result]]) -> bool:
-        return all(source.name in results and results[source.name].done() for source in self.sources[phase.name])
 
 
 def _run(phase: Phase, batch: Batch, columns: Sequence[Batch], step: int, timer: Timer) -> Result:

@@ -8,14 +8,13 @@ from valor import algorithms
 from valor.algorithms import POLICY_LOSSES
 from valor.algorithms.ppo import aggregation
 from valor.config import PPOConfig
-from valor.data.batch import Batch
-from valor.errors import UserError
+from valor.data.batch import Batch, Episodes
+from valor.errors import StepRefused, UserError
 from valor.models.routing import ROUTES
 from valor.models.rows import ROW_FIELDS
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs
-from valor.trainer.options import option_mistakes
-from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.base import Metrics, Phase, option_mistakes
 from valor.trainer.phases.old_log_probs import correction_plan
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.updates import teacher_columns
@@ -77,7 +76,13 @@ class UpdateActor(Phase):
         return ", ".join(parts)
 
     def refuse(self, batch: Batch) -> None:
-        self.resources.updates.check(batch)
+        loss = POLICY_LOSSES[self.config.policy_loss]
+        if loss.capability.one_row and Episodes(batch).forked:
+            raise StepRefused(
+                f"policy loss {loss.name} has to see a response at once, and this step has episodes in several rows "
+                "(the chat template, or the agent, has rewritten what was said): use "
+                "actor_rollout_ref.actor.policy_loss.loss_mode=turn_ppo or gspo"
+            )
 
     def skips(self, batch: Batch, step: int) -> bool:
         return step <= self.config.trainer.critic_warmup

@@ -9,8 +9,7 @@ from valor.algorithms import VALUE_LOSSES
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
-from valor.trainer.options import option_mistakes
-from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.base import Metrics, Phase, option_mistakes
 from valor.trainer.phases.group_baseline import BASELINE, OUTPUTS
 from valor.trainer.phases.training_rows import CHOSEN, trained
 from valor.trainer.phases.values import CRITIC_IS_UPDATED

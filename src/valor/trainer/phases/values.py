@@ -58,16 +58,15 @@ def _probe(config: PPOConfig) -> Iterator[str]:
     apart = [name for name, pool in config.pools.items() if ("critic" in pool.roles) != (role in pool.roles)]
     strategy, algorithm = "actor_rollout_ref.actor.strategy", config.algorithm
     by_turn = algorithm.adv_estimator == "gae" and algorithm.gae_unit != "token"
-    yield from where_true(
-        {
-            "critic.kind=probe reads the hidden states of all layers, and with megatron-core no process has them: set "
-            f"{strategy}=fsdp2, or critic.kind=model": config.actor_rollout_ref.actor.strategy == "megatron",
-            f"critic.kind=probe reads hidden states where the {role} computes them: leave both out of resource_pools"
-            + ", or put both into one pool" * (role == "ref"): bool(apart),
-            "critic.kind=probe learns outcomes, and with algorithm.lam_turn below 1 targets are values of its own: set "
-            "lam_turn=1, or critic.kind=model": by_turn and algorithm.lam_turn < 1,
-        }
-    )
+    wrong = {
+        "critic.kind=probe reads the hidden states of all layers, and with megatron-core no process has them: set "
+        f"{strategy}=fsdp2, or critic.kind=model": config.actor_rollout_ref.actor.strategy == "megatron",
+        f"critic.kind=probe reads hidden states where the {role} computes them: leave both out of resource_pools"
+        + ", or put both into one pool" * (role == "ref"): bool(apart),
+        "critic.kind=probe learns outcomes, and with algorithm.lam_turn below 1 targets are values of its own: set "
+        "lam_turn=1, or critic.kind=model": by_turn and algorithm.lam_turn < 1,
+    }
+    yield from where_true(wrong)
 
 
 class ValuesInTheUpdate(Values):
