@@ -78,18 +78,17 @@ def _same_where_real(first: Any, second: Any) -> bool:
     both are real: \\sqrt{1/n} and 1/\\sqrt{n}, which differ by a sign at complex n."""
     if isinstance(first, Eq) and isinstance(second, Eq) and first.lhs == second.lhs:
         first, second = first.rhs, second.rhs
-    if not all(isinstance(x, Expr) and x.free_symbols for x in (first, second)) or first.has(*_ANALYSIS):
+    formulas = [formula for formula in (first, second) if isinstance(formula, Expr) and formula.free_symbols]
+    if len(formulas) < 2 or first.free_symbols != second.free_symbols or first.has(*_ANALYSIS):
         return False
-    letters = sorted(first.free_symbols, key=str)
-    if second.free_symbols != first.free_symbols or not any(map(_real_bases, (first, second))):
-        return False
+    bases = [base for formula in formulas for base in _real_bases(formula)]
     draws, agreements = Random(0), 0
-    for number in range(_DRAWS):  # every other one is of positive numbers, where formulas of many letters are real
-        least = 1 if number % 2 else -90
-        point = {letter: Rational(draws.randint(least, 90), 7) for letter in letters}
-        if not all(base.subs(point).is_positive for formula in (first, second) for base in _real_bases(formula)):
+    for number in range(_DRAWS if bases else 0):
+        least = 1 if number % 2 else -90  # every other point is positive, where formulas of many letters are real
+        point = [(letter, Rational(draws.randint(least, 90), 7)) for letter in sorted(first.free_symbols, key=str)]
+        if not all(base.subs(point).is_positive for base in bases):
             continue
-        a, b = (formula.subs(point).evalf(_DRAWN_DIGITS) for formula in (first, second))
+        a, b = (formula.subs(point).evalf(_DRAWN_DIGITS) for formula in formulas)
         if a.is_finite and b.is_finite:
             if abs(a - b) > abs(a) * Rational(10) ** (10 - _DRAWN_DIGITS):
                 return False

@@ -35,7 +35,8 @@ def of_one_parameter(truth: str, answer: str) -> tuple[str, str]:
         return truth, answer
     truth, answer = (text[: match.start()] if match else text for text, match in ((truth, first), (answer, second)))
     if first and second:
-        answer = re.sub(rf"(\\[A-Za-z]+)|{second['name']}", lambda m: m[1] or first["name"], answer)
+        letter = first["name"]
+        answer = re.sub(rf"(\\[A-Za-z]+)|{second['name']}", lambda m: m[1] or letter, answer)
     first, second = map(_domain, (truth, answer))
     if second and (first is None or _spelling(first["domain"]) == _spelling(second["domain"])):
         truth, answer = truth[: first.start()] if first else truth, answer[: second.start()]
