@@ -116,6 +116,8 @@ def _own_prompts(prompt: str | None, answer: str | None, extra: Sequence[str], d
 
     def convert(record: Record) -> Example:
         question, truth = value(record, column), value(record, answer)
+        if blank := next((name for name in (column, answer) if str(value(record, name)).strip() in ("", "nan")), None):
+            raise ValueError(f"has nothing in '{blank}' (empty): fill it in, or leave the row out")
         if isinstance(question, str):
             question = conversation(question) if question.startswith("\n\nHuman:") else as_messages(question.strip())
         elif not isinstance(question, list):
