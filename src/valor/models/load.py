@@ -11,12 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from transformers.dynamic_module_utils import init_hf_modules
 from transformers.utils.hub import cached_file
 
@@ -69,6 +64,7 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False  # graders read what was written, "a , b" too
     return tokenizer
 
 
