@@ -36,9 +36,8 @@ trainer.resume_path -> trainer.resume_from_path
 use_remove_padding -> model.use_remove_padding
 data.chat_template -> model.custom_chat_template
 data.multiturn.messages_key -> data.messages_key
-data.multiturn.enable : a row is what its columns say
+data.(multiturn.enable ignore_input_ids_mismatch) : a row is what its columns say, tokenised once
 data.(use_dynamic_bsz pad_mode balance_dp_token num_workers) : micro-batches are made by tokens
-data.ignore_input_ids_mismatch : a chat is tokenised once
 ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size [1] : rows are whole
 ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size ! rows are whole here: drop it
 data.(tools_key multiturn.tools_key) [tools] : it is where they are read

@@ -135,15 +135,13 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
         ".csv": f" (of prompts {csv}, of other rows pandas.read_csv('{file}').to_parquet('{table}'))",
         ".arrow": f" (datasets.Dataset.from_file('{file}').to_parquet('{table}') makes one)",
     }
-    inside = "give the file inside it, or a list of files"
-    if (file / "state.json").exists():
-        inside = f"datasets.load_from_disk('{file}').to_parquet('{table}') makes a file of it"
+    saved = f": datasets.load_from_disk('{file}').to_parquet('{table}')" if (file / "state.json").exists() else ""
     wrong = {
         "this is no file's name: is a variable of the shell not set?": not str(path),
         "only local files can be read; copy it to this machine and give its path": "://" in str(path),
         "no such file; a * is not expanded: give a list, [a.parquet,b.parquet]": not file.exists() and "*" in file.name,
         "no such file; check the path, or prepare it first (valor data prepare)": not file.exists(),
-        f"is a folder; {inside}": file.is_dir(),
+        f"is a folder; give the file inside it, or a list of files{saved}": file.is_dir(),
         f"unknown kind of file; use one of {', '.join(kinds)}{hints.get(file.suffix, '')}": not any(
             map(file.name.endswith, kinds)
         ),
