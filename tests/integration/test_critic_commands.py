@@ -177,7 +177,7 @@ def test_scores_from_files_equal_those_of_the_same_rollouts(tiny, scored, pretra
         assert first[name] == again[name], name
 
 
-def test_a_fresh_critic_is_at_chance(tiny, scored, tmp_path):
+def test_a_fresh_critic_is_at_chance_and_said_to_be_one(tiny, scored, overrides, tmp_path, caplog, capsys):
     arguments = [
         *("critic", "score", *SMALL, f"score.rollouts={scored / 'rollouts.jsonl'}", f"score.out={tmp_path / 'fresh'}"),
         f"actor_rollout_ref.model.path={tiny['model']}",
@@ -185,6 +185,12 @@ def test_a_fresh_critic_is_at_chance(tiny, scored, tmp_path):
     assert valor(arguments) == 0
     card = json.loads((tmp_path / "fresh" / "scorecard.json").read_text())
     assert card["auc"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    line = "has no value head, and a new one knows nothing"
+    assert line in caplog.text
+    other = tmp_path / "other"  # than the policy by its path
+    other.symlink_to(tiny["model"])
+    assert main_ppo.main(overrides(tmp_path / "run", f"critic.model.path={other}", "critic.freeze=true")) == 2
+    assert line in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_published_critic_speaks_for_itself(pretrained, scored, without_valor, tmp_path):

@@ -30,6 +30,17 @@ _TABLE = """
 *.log_prob_micro_batch_size -> *.log_prob_micro_batch_size_per_gpu : it counts samples of one process here
 data.micro_batch_size -> data.micro_batch_size_per_gpu : it counts samples of one process here
 data.tokenizer -> {M}.tokenizer_path
+model.partial_pretrain -> model.path
+optim.lr_scheduler -> optim.lr_scheduler_type
+trainer.resume_path -> trainer.resume_from_path
+use_remove_padding -> model.use_remove_padding
+data.chat_template -> model.custom_chat_template
+data.multiturn.messages_key -> data.messages_key
+data.(multiturn.enable ignore_input_ids_mismatch) : a row is what its columns say, tokenised once
+data.(use_dynamic_bsz pad_mode balance_dp_token num_workers) : micro-batches are made by tokens
+ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size [1] : rows are whole
+ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size ! rows are whole here: drop it
+data.(tools_key multiturn.tools_key) [tools] : it is where they are read
 {R}.multi_turn.environment -> {R}.agent.environment
 *.fsdp_config.(strategy ulysses_sequence_parallel_size) -> *.
 {A}.use_remove_padding {A}.megatron.use_remove_padding data.trust_remote_code -> {M}.
@@ -220,7 +231,10 @@ data.(video_key audio_key) ! prompts have text and images, no video and no audio
 data.image_patch_size : the model's processor knows it
 data.return_multi_modal_inputs : samples name the files of their images
 data.(image_* mm_processor_kwargs.*) ! this command reads text: prompts with images are for valor ppo
-data.tools_key ! tools are read from the column 'tools': rename it
+data.(tools_key multiturn.tools_key) ! tools are read from the column 'tools': rename it
+data.(enable_thinking_key enable_thinking_default multiturn.enable_thinking_key) ! a row's arguments of the template are
+    in its column 'chat_template_kwargs', those of all in data.apply_chat_template_kwargs
+data.(prompt_dict_keys response_dict_keys) ! columns are read whole: write what is inside one into others
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*
 reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_function.*

@@ -271,6 +271,11 @@ def _file_records(file: Path) -> Records:
         return list(read_records(file))
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
-            return [(f"{file}, row {i}", row) for i, row in enumerate(csv.DictReader(stream))]
+            records: Records = [(f"{file}, row {i}", row) for i, row in enumerate(csv.DictReader(stream))]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error})") from None
+    if not records:
+        raise UserError(f"{file}: the file holds no rows")
+    if where := next((where for where, row in records if None in row), None):
+        raise UserError(f"{where}: has more cells than the first line has names: put those with commas into quotes")
+    return records

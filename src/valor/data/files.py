@@ -129,21 +129,26 @@ def count_rows(path: str | Path) -> int:
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
-    hint = (
-        f" (of prompts valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one, "
-        f"of other rows pandas.read_csv('{file}').to_parquet('{file.with_suffix('.parquet')}'))"
-        if file.suffix == ".csv"
-        else ""
-    )
+    table = f"{file.parent / file.stem}.parquet"
+    csv = f"valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one"
+    hints = {
+        ".csv": f" (of prompts {csv}, of other rows pandas.read_csv('{file}').to_parquet('{table}'))",
+        ".arrow": f" (datasets.Dataset.from_file('{file}').to_parquet('{table}') makes one)",
+    }
+    saved = f": datasets.load_from_disk('{file}').to_parquet('{table}')" if (file / "state.json").exists() else ""
     wrong = {
+        "this is no file's name: is a variable of the shell not set?": not str(path),
         "only local files can be read; copy it to this machine and give its path": "://" in str(path),
+        "no such file; a * is not expanded: give a list, [a.parquet,b.parquet]": not file.exists() and "*" in file.name,
         "no such file; check the path, or prepare it first (valor data prepare)": not file.exists(),
-        "is a folder; give the file inside it, or a list of files": file.is_dir(),
-        f"unknown kind of file; use one of {', '.join(kinds)}{hint}": not file.name.endswith(tuple(kinds)),
+        f"is a folder; give the file inside it, or a list of files{saved}": file.is_dir(),
+        f"unknown kind of file; use one of {', '.join(kinds)}{hints.get(file.suffix, '')}": not any(
+            map(file.name.endswith, kinds)
+        ),
         "the file is empty (0 bytes); prepare it again": file.exists() and file.stat().st_size == 0,
     }
     if message := next((message for message, is_so in wrong.items() if is_so), None):
-        raise UserError(f"{path if '://' in str(path) else file}: {message}")
+        raise UserError(f"{file if str(path) and '://' not in str(path) else repr(path)}: {message}")
     return file
 
 

@@ -1,8 +1,10 @@
 """Chats in rows of all runs: messages with tool calls, and a row's arguments of the chat template."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from valor.errors import UserError
@@ -15,16 +17,25 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 _HALF = re.compile("[\ud800-\udfff]")
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+_LISTED = re.compile(
+    r"""\s*(array\()?\[\s*\{\s*["'](role|content)["']\s*:"""
+)  # begins messages in JSON, or printed ones
+# What roles are called elsewhere, in small letters, and what chat templates call them.
+_CALLED = {"human": "user", "gpt": "assistant"}
+_CALLED |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 
 
 def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
-    """The column `name` of a record as messages. Text is one message of `text_role`, where that is given.
+    """The column `name` of a record as messages. Text is read by `as_messages`; if there is no role, it lists some.
 
     A message's null fields are left out, and calls are as `with_calls` has them. UserError: no list of messages with
     `role` and `content`.
     """
-    if text_role is not None and isinstance(value, str):
-        value = [{"role": text_role, "content": value}]
+    if isinstance(value, str) and (text_role is not None or _LISTED.match(value)):
+        try:
+            value = as_messages(value, text_role or "user")
+        except UserError as error:
+            raise UserError(f"{where}: '{name}' {error}") from None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise UserError(
             f"{where}: '{name}' must be a list of messages like "
@@ -39,9 +50,27 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
         message = with_calls(_without_nulls(raw), where, name)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}")
+                has = "" if key in raw else f" (it has {', '.join(map(str, raw))}: rename them)"
+                raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}{has}")
+        if (usual := _CALLED.get(message["role"].lower(), message["role"])) != message["role"]:
+            raise UserError(f"{where}: the role of message {i} is '{message['role']}': templates call it '{usual}'")
         messages.append(message)
     return messages
+
+
+def as_messages(value: Any, role: str = "user") -> Any:
+    """Text as messages: those that it lists in JSON or as Python prints them, the turns of a transcript that ends with
+    `Assistant:`, else one message of `role`. Other values as they are. UserError: it lists some in another way."""
+    if not isinstance(value, str):
+        return value
+    if _LISTED.match(value):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return read(value)
+        raise UserError(f"is a list of messages as text, and not in JSON: write it with json.dumps ({value[:40]!r})")
+    turns = transcript_turns(value)
+    asks = role == "user" and turns[-1:] == [{"role": "assistant", "content": ""}]
+    return turns[:-1] if asks else [{"role": role, "content": value}]
 
 
 def transcript_turns(text: str) -> list[dict[str, str]]:

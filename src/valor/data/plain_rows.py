@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from valor.data.messages import TEMPLATE_KWARGS
+from valor.data.messages import TEMPLATE_KWARGS, as_messages
 from valor.errors import UserError
 
 QUESTIONS = ("prompt", "question", "problem")
@@ -14,7 +14,7 @@ _ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_in
 
 def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool:
     """Whether rows with these columns are questions, with or without answers, rather than in those of prompt files."""
-    asks = any(name in columns for name in (prompt_key, *QUESTIONS))
+    asks = any(name in columns for name in _questions(prompt_key))
     return asks and "reward_model" not in columns and (source_key not in columns or bool({*TRUTHS} & {*columns}))
 
 
@@ -28,23 +28,26 @@ def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: s
     source = row.get(source_key)
     truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
     info = {name: value for name, value in row.items() if name not in (*_ROW_COLUMNS, key, source_key)}
+    extra = row.get("extra_info") or {}
     return {
         prompt_key: as_messages(row[key]),
         source_key: "own" if source is None else source,
         "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
         **{name: row.get(name) for name in ("agent_name", "tools", TEMPLATE_KWARGS)},
-        "extra_info": {**info, **(row.get("extra_info") or {})},
+        "extra_info": {**info, **extra} if isinstance(extra, Mapping) else extra,  # which parse_row refuses
     }
 
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
     """The column that holds the row's prompt. UserError: there is none."""
-    key = next((name for name in (prompt_key, *QUESTIONS) if name in row), None)
+    key = next((name for name in _questions(prompt_key) if name in row), None)
     if key is None:
-        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that holds it")
+        raise UserError(
+            f"a row has no '{prompt_key}' (it has {', '.join(map(str, row))}): rename the column that holds it"
+        )
     return key
 
 
-def as_messages(prompt: Any) -> Any:
-    """Text as a user's message; messages as they are."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _questions(prompt_key: str) -> Collection[str]:
+    """Where a prompt may be: under its usual names, or under the one that was set."""
+    return QUESTIONS if prompt_key == QUESTIONS[0] else (prompt_key,)

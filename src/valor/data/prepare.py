@@ -10,6 +10,7 @@ import click
 import yaml
 
 from valor.arguments import PATH, command, option
+from valor.data.messages import as_messages
 from valor.data.recipes import (
     PREFIX,
     QUESTION,
@@ -115,8 +116,10 @@ def _own_prompts(prompt: str | None, answer: str | None, extra: Sequence[str], d
 
     def convert(record: Record) -> Example:
         question, truth = value(record, column), value(record, answer)
+        if blank := next((name for name in (column, answer) if str(value(record, name)).strip() in ("", "nan")), None):
+            raise ValueError(f"has nothing in '{blank}' (empty): fill it in, or leave the row out")
         if isinstance(question, str):
-            question = conversation(question) if question.startswith("\n\nHuman:") else question.strip()
+            question = conversation(question) if question.startswith("\n\nHuman:") else as_messages(question.strip())
         elif not isinstance(question, list):
             raise ValueError(f"'{column}' must be text or a list of messages, got {question!r:.60}")
         truth = json.dumps(truth, ensure_ascii=False) if isinstance(truth, Mapping) else truth

@@ -50,7 +50,7 @@ def temporary(model: str) -> Any:
 def run(config: PPOConfig, critic: str | None, system: str | None) -> int:
     """Answer the lines of standard input until it ends. `config.critic` is read where `critic` is given."""
     if critic is not None:
-        check_critic(config, load_policy_tokenizer(config))
+        check_critic(config, load_policy_tokenizer(config), trains=False)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes of another encoding are no reason to end
     if sys.stdin.isatty():

@@ -82,7 +82,7 @@ def values_of(config: CriticRunConfig, placement: Placement, rollouts: Batch) ->
 def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
     tokenizer = load_policy_tokenizer(config)
-    check_critic(config, tokenizer)
+    check_critic(config, tokenizer, trains=False)
     rollouts, branches = _rollouts(config, placement)
     values = values_of(config, placement, rollouts)["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)

@@ -56,7 +56,7 @@ class SearchRun:
         rollout = policy.rollout.model_copy(update={"n": max(self.config.search.samples)})
         policy = policy.model_copy(update={"rollout": rollout})
         config = held_out(self.config.model_copy(update={"actor_rollout_ref": policy}))
-        check_critic(config, load_policy_tokenizer(config))
+        check_critic(config, load_policy_tokenizer(config), trains=False)
         with closing(RunInputs(config)) as inputs, policy_group(config, inputs, self.placement, say) as collector:
             answers = draw_rollouts(collector, list(inputs.train), SCORE_STREAM)
         return answers.union(values_of(self.config, self.placement, answers).select(["values"]))

@@ -242,5 +242,6 @@ def _markdown(results: Mapping[str, Any]) -> str:
     tables = [metric_table(results), *([comparison_table(results)] if results["comparisons"] else [])]
     lines = [f"# Evaluation\n\n`{results['command']}`"]
     for heads, rows in tables:
-        lines.append("\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)))
+        cells = ((cell.replace("|", "\\|") for cell in row) for row in (heads, ["---"] * len(heads), *rows))
+        lines.append("\n".join("| " + " | ".join(row) + " |" for row in cells))
     return "\n\n".join(lines) + "\n"

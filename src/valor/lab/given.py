@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valor.data.messages import check_text, drop_nulls
-from valor.data.plain_rows import as_messages, prompt_column, read_plain
+from valor.data.messages import as_messages, check_text, drop_nulls
+from valor.data.plain_rows import prompt_column, read_plain
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
 

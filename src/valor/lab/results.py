@@ -103,7 +103,8 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     if curve is None or not curve.finite():
         hint = did_you_mean(metric, series.keys() - {HEADLINE}, cutoff=0.4) or ": set data.val_files"
         return {"error": f"it measured no {metric}{hint}", "series": series}
-    return {"first": curve.finite()[0], "last": curve.finite()[-1], "seconds": seconds, "series": series}
+    *before, last = curve.finite()
+    return {"first": next(iter(before), None), "last": last, "seconds": seconds, "series": series}
 
 
 def _headline(steps: Mapping[int, Mapping[str, Any]]) -> Series:
@@ -119,7 +120,7 @@ def _arm(sweep: Sweep, name: str, measured: Mapping[str, Any], errors: Mapping[s
     return {
         "name": name,
         "settings": {key: show(runs[0].settings.get(key)) for key in sweep.differing},
-        "first": _estimate([measures["first"] for measures in good.values()]),
+        "first": _estimate([first for measures in good.values() if (first := measures["first"]) is not None]),
         "last": _estimate([measures["last"] for measures in good.values()]),
         "finished": {str(seed): {key: good[seed][key] for key in ("first", "last", "seconds")} for seed in good},
         "errors": {str(run.seed): wrong.get(run.name, "not run yet") for run in runs if run.seed not in good},

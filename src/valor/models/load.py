@@ -11,12 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from transformers.dynamic_module_utils import init_hf_modules
 from transformers.utils.hub import cached_file
 
@@ -69,6 +64,7 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False  # graders read what was written, "a , b" too
     return tokenizer
 
 
@@ -105,16 +101,21 @@ def load_image_files(config: PPOConfig, tokenizer: Any) -> ImageFiles:
     return ImageFiles(processor, kind.image_token_id, data.image_cache, data.mm_processor_kwargs, apart=apart)
 
 
-def check_critic(config: PPOConfig, tokenizer: Any) -> None:
-    """UserError: the critic's vocabulary is not that of the policy's `tokenizer`, or all critics of an ensemble would
-    be equal. The critic never sees text: merges and templates do not matter.
-    """
+def check_critic(config: PPOConfig, tokenizer: Any, *, trains: bool = True) -> None:
+    """UserError: the critic's vocabulary is not that of the policy's `tokenizer`, a frozen one has no head, or all of
+    an ensemble would be equal. The critic never sees text: merges and templates do not matter. `trains`: it learns."""
     critic, model = config.critic, config.critic.model
     if not config.has_value_model:
         return
     config_of_critic = load_model_config(model)
-    new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     described = _where_head_is(model, config_of_critic)[1]
+    if not _has_head(described) and (critic.freeze or not trains):
+        line = (
+            f"the critic '{model.path}' has no value head, and a new one knows nothing: valor critic pretrain fits it"
+        )
+        if critic.freeze:
+            raise UserError(line)
+        logger.warning(line)
     settings = {"target": critic.learns, "prompt_template": critic.prompt_template}
     for name, default in (("target", "absolute"), ("prompt_template", settings["prompt_template"])):
         learnt = getattr(described, f"value_{name}", default)
@@ -123,19 +124,14 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
                 f"the critic '{model.path}' was trained with critic.{name}={learnt}, and this command has "
                 f"{settings[name] or 'none'}: take another critic, or set critic.{name} to that in valor ppo"
             )
-    apart = critic.shuffle or new_adapters
+    apart = critic.shuffle or (model.lora_rank > 0 and model.lora_adapter_path is None)
     if critic.ensemble_size > 1 and not apart and _has_head(described):
-        raise UserError(
-            f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
-            "head: set critic.shuffle=true"
-        )
+        all_same = f"the critics would all be the same, as '{model.path}' has a head: set critic.shuffle=true"
+        raise UserError(f"critic.ensemble_size={critic.ensemble_size}: {all_same}")
     if model.path == config.actor_rollout_ref.model.path:
         return
     if difference := other_tokenizer(model, config_of_critic, tokenizer):
-        raise UserError(
-            f"the critic '{model.path}' has another tokenizer than the policy: {difference}: set critic.model.path to "
-            "a model with the policy's tokenizer"
-        )
+        raise UserError(f"the critic '{model.path}' has another tokenizer than the policy: {difference}: take another")
 
 
 def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str | None:

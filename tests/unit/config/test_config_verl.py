@@ -73,6 +73,25 @@ def test_aliases_reach_the_real_key(given, key, value):
 def test_sft_aliases():
     loaded = load(["engine.param_offload=true", "optim.warmup_steps=3"], SFTConfig)
     assert loaded.config.fsdp_config.param_offload and loaded.config.optim.lr_warmup_steps == 3
+    older = ["model.partial_pretrain=m", "optim.lr_scheduler=cosine", "use_remove_padding=True", "data.chat_template=x"]
+    unread = [
+        "data.multiturn.enable=true",
+        "data.use_dynamic_bsz=True",
+        "data.pad_mode=no_padding",
+        "data.num_workers=8",
+    ]
+    loaded = load([*older, *unread, "data.multiturn.messages_key=chat", "data.tools_key=tools"], SFTConfig)
+    model, optim = loaded.config.model, loaded.config.optim
+    assert (model.path, model.custom_chat_template, optim.lr_scheduler_type) == ("m", "x", "cosine")
+    assert loaded.config.data.messages_key == "chat" and len(loaded.notes) == 10
+    for given, words in {
+        "data.prompt_dict_keys=[question]": "columns are read whole",
+        "data.enable_thinking_key=thinks": "in its column 'chat_template_kwargs'",
+        "engine.ulysses_sequence_parallel_size=2": "rows are whole here",
+        "data.tools_key=functions": "tools are read from the column 'tools'",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            load([given], SFTConfig)
 
 
 def test_aliases_in_yaml(tmp_path):

@@ -205,6 +205,24 @@ def test_your_own_questions_from_every_kind_of_file(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("csv", "prompt,answer\nWhat is 1,000 + 1?,1001\n", "row 0: has more cells than the first line has names"),
+        ("csv", "prompt,answer\n1+1?,2\n2+2?,\n", "row 1: has nothing in 'answer'"),
+        ("csv", "prompt,answer\n,2\n", "row 0: has nothing in 'prompt'"),
+        ("csv", "prompt,answer\r\n", "holds no rows"),
+        ("jsonl", '{"prompt": "1+1?", "answer": NaN}', "line 1: has nothing in 'answer'"),
+    ],
+)
+def test_cells_that_are_missing_or_too_many_are_named(tmp_path: Path, kind: str, content: str, words: str) -> None:
+    (tmp_path / f"a.{kind}").write_text(content)
+    argv = ["--local", str(tmp_path / f"a.{kind}"), "--answer-column", "answer", "--data-source", "mine"]
+    with pytest.raises(UserError, match=words):
+        main(["custom", *argv, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_splits_of_your_own_files(tmp_path: Path) -> None:
     for name in ("a_train", "a_val"):
         write(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1})

@@ -30,6 +30,7 @@ def written(folder, kind: str, rows: list[dict]):
         ({"problem": "1+1=", "ground_truth": "2"}, "own", "2", {}),
         ({"prompt": "1+1=", "data_source": "gsm8k", "answer": "2"}, "gsm8k", "2", {"answer": "2"}),
         ({"prompt": "1+1="}, "own", None, {}),
+        ({"prompt": json.dumps(USER), "answer": "2"}, "own", "2", {"answer": "2"}),
     ],
 )
 def test_usual_names_of_columns_are_understood(tmp_path, kind, row, source, truth, extra):
@@ -47,3 +48,14 @@ def test_prompt_files_stay_what_they_are_and_others_are_told_the_way(tmp_path):
         read_rows(written(tmp_path, "jsonl", [{"text": "x"}]))
     with pytest.raises(UserError, match="line 2: a row has no 'prompt'"):
         read_rows(written(tmp_path, "jsonl", [{"question": "x", "answer": "y"}, {"answer": "y"}]))
+
+
+def test_a_name_that_was_set_is_the_only_one_and_a_bad_dictionary_is_named(tmp_path):
+    row = {"prompt": "1+1=", "question": "2+2=", "answer": "4"}
+    assert read_rows(written(tmp_path, "jsonl", [row]), "question")[0].messages[0]["content"] == "2+2="
+    with pytest.raises(UserError, match="line 1: column 'asked', 'data_source', 'reward_model' missing"):
+        read_rows(written(tmp_path, "jsonl", [row]), "asked")
+    with pytest.raises(UserError, match="line 2: a row has no 'question'"):
+        read_rows(written(tmp_path, "jsonl", [row, {"prompt": "1+1=", "answer": "2"}]), "question")
+    with pytest.raises(UserError, match="line 1: 'extra_info' must be a dictionary or absent, got str"):
+        read_rows(written(tmp_path, "jsonl", [{**row, "extra_info": "{}"}]))

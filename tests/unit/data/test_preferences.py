@@ -78,6 +78,19 @@ def test_a_system_message_of_the_prompt_is_not_lost(tmp_path, chat):
         assert pair.prompt == [SYSTEM, USER, GOOD, USER]
 
 
+@pytest.mark.parametrize("written", [json.dumps, str])
+def test_messages_as_text_are_messages(tmp_path, written):
+    """As a table that holds texts alone has them, in JSON or as Python prints them; and Anthropic's prompts."""
+    row = {"prompt": written([USER]), "chosen": written([USER, GOOD]), "rejected": written([BAD])}
+    (pair,) = read(write(tmp_path / "p.jsonl", row))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], GOOD, BAD)
+    asked = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    (pair,) = read(write(tmp_path / "p.jsonl", {**PAIR, "prompt": asked}))
+    assert [message["content"] for message in pair.prompt] == ["a", "b", "c"]
+    (pair,) = read(write(tmp_path / "p.jsonl", {**PAIR, "prompt": "Human: a\n\nAssistant: b", "chosen": "[{}]"}))
+    assert (pair.prompt[0]["content"], pair.chosen["content"]) == ("Human: a\n\nAssistant: b", "[{}]")
+
+
 def test_columns_may_have_other_names(tmp_path):
     row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "source": "x"}
     keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse"}
@@ -95,6 +108,14 @@ def test_a_column_margin_is_read_as_trl_does(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
+        (
+            {**PAIR, "prompt": "[{'role': 'user', 'content': '?'}\n {'role'"},
+            {},
+            "'prompt' is a list of messages as text, and not in JSON: write it with json.dumps",
+        ),
+        ({**PAIR, "prompt": [{"role": "human", "content": "?"}]}, {}, "message 0 is 'human': templates call it 'user'"),
+        ({**PAIR, "prompt": [{"role": "System", "content": "?"}]}, {}, "'System': templates call it 'system'"),
+        ({**PAIR, "prompt": [{"from": "human", "value": "?"}]}, {}, r"got nothing \(it has from, value: rename them\)"),
         (PAIR, {"margin_key": "strength"}, "'strength' must be a number of at least 0, got nothing"),
         ({**PAIR, "margin": "much"}, {}, "got str .* \\(data.margin_key=null leaves it unread\\)"),
         ({**PAIR, "tools": ["f"]}, {}, "'tools' must be a list of function schemas"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from valor.lab import statistics
+from valor.lab.evaluation import _markdown
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
 from valor.trainer.validation import prompt_metrics
 
@@ -44,3 +45,10 @@ def test_metrics_of_prompts_by_hand() -> None:
     assert by_source["x"]["pass@2"] == pytest.approx([1 - 1 / 6, 1 - 3 / 6])
     assert by_source["x"]["pass@4"] == [1.0, 1.0] and by_source["x"]["maj@4"] == [1.0, 0.0]
     assert by_source["y"] == {"mean@4": [1.0], "pass@2": [1.0], "pass@4": [1.0]}
+
+
+def test_a_bar_in_a_name_is_no_edge_of_a_cell() -> None:
+    measured = {"prompts": 1, "tokens": 2.0, "cut": 0.0, "errors": 0, "metrics": {}}
+    policies = [{"name": "m", "sources": {"中文|来源": measured}}]
+    *_, row = _markdown({"command": "c", "policies": policies, "comparisons": []}).splitlines()
+    assert row.replace("\\|", "").count("|") == 7 and "中文\\|来源" in row

@@ -31,6 +31,15 @@ def test_numbers_by_hand(sweep):
     assert plain["finished"]["0"]["seconds"] == pytest.approx(5 * 2.0 + 2 * 0.5)
 
 
+def test_what_was_measured_once_is_no_start(sweep):
+    """As `valor sft` measures its validation in one epoch: at the end."""
+    for run in sweep.of("plain"):
+        finish(run, [0.4])
+    plain, better = compare(sweep, {})["arms"]
+    assert (plain["first"]["mean"], plain["last"]["mean"]) == (None, pytest.approx(0.4))
+    assert better["first"]["mean"] == pytest.approx(0.1)
+
+
 def test_curves_hold_the_steps_that_all_seeds_share(sweep):
     finish(sweep.runs[0], [0.1, 0.5, 0.9])  # one seed went on for longer
     curve = compare(sweep, {})["curves"][0]["arms"]["plain"]

@@ -139,9 +139,9 @@ def test_gradient_checkpointing_is_switched_on(model_dir):
 
 
 def save_tokenizer(path, chat_template=None):
-    words = Tokenizer(models.WordLevel({"<eos>": 0, "hello": 1, "world": 2}, unk_token="<eos>"))
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "hello": 1, "world": 2, "!": 3}, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", clean_up_tokenization_spaces=True)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(path)
 
@@ -150,6 +150,12 @@ def test_tokenizer_gets_a_padding_token(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.pad_token == "<eos>" and tokenizer("hello world")["input_ids"] == [1, 2]
+
+
+def test_texts_are_those_of_the_tokens_whatever_the_tokenizer_would_clean_up(tmp_path):
+    save_tokenizer(tmp_path)
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).batch_decode([[1, 3]]) == ["hello!"]
+    assert load_tokenizer(str(tmp_path)).batch_decode([[1, 3]]) == ["hello !"]
 
 
 def test_chat_template_is_required_only_when_asked(tmp_path):

@@ -153,6 +153,14 @@ def test_a_template_whose_question_is_no_part_of_the_answered_one_is_refused(mod
     other.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="renders message 1 otherwise than it asks for it"):
         dataset(other, write(tmp_path / "c.parquet", messages=[CHAT]))
+    other.chat_template = (  # in the manner of Nemotron 3
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{{ '+' if thinks else '</think>' }}{% endif %}"
+    )
+    path = write(tmp_path / "c.parquet", messages=[CHAT[:2]])
+    assert len(dataset(other, path)) == 1
+    with pytest.raises(UserError, match=r"\('ant\|><think>\+', and then 'ant\|><think></think>2<\|end\|>'\)"):
+        dataset(other, path, apply_chat_template_kwargs={"thinks": True})
 
 
 @pytest.mark.parametrize(
