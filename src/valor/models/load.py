@@ -131,17 +131,18 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
         )
     if model.path == config.actor_rollout_ref.model.path:
         return
-    if difference := other_tokenizer(model, config_of_critic, tokenizer):
+    if difference := other_tokenizer(model, config_of_critic, config.actor_rollout_ref.model, tokenizer):
         raise UserError(
             f"the critic '{model.path}' has another tokenizer than the policy: {difference}: set critic.model.path to "
             "a model with the policy's tokenizer"
         )
 
 
-def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str | None:
-    """How the tokens of `model` differ from those of the policy's `tokenizer`, if they do."""
+def other_tokenizer(model: BackboneConfig, config: Any, policy: BackboneConfig, tokenizer: Any) -> str | None:
+    """How the tokens of `model` differ from those of the policy's `tokenizer`, if they do. Of this the `policy` may
+    lack the last ones itself, as small Gemmas do."""
     size = int(config.get_text_config().vocab_size)
-    if size < len(tokenizer):
+    if size < len(tokenizer) and size < int(load_model_config(policy).get_text_config().vocab_size):
         return f"it knows {size} tokens and the policy's tokenizer has {len(tokenizer)}"
     if any(Path(model.path).glob("tokenizer*")) or not Path(model.path).is_dir():  # else only sizes can be compared
         theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
