@@ -13,13 +13,14 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, Qwen2Co
 
 from valor.cli import main as valor
 from valor.collector.rollouts import read_rollouts
-from valor.config import CriticModelConfig
+from valor.config import CriticModelConfig, load
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.lab.publish import publish
 from valor.models.load import load_value_model
 from valor.report.skeleton import model_name
 from valor.trainer import main_ppo
+from valor.trainer.ppo import PPORun
 
 pytestmark = pytest.mark.slow
 
@@ -254,6 +255,13 @@ def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(over
     assert main_ppo.main(overrides(tmp_path / "run", f"critic.model.path={small}")) == 2
     assert "knows 100 tokens" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+    tokenizer.add_tokens(["<image>"])  # the policy lacks it too, as small Gemmas do
+    policy, critic = (_model_with(tmp_path / name, len(tokenizer) - 1) for name in ("policy", "critic"))
+    for folder in (policy, critic):
+        tokenizer.save_pretrained(folder)
+    models = (f"actor_rollout_ref.model.path={policy}", f"critic.model.path={critic}")
+    PPORun(load(overrides(tmp_path / "run", *models)).config, "")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,17 @@ def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("hosts")
+def test_two_processes_read_the_states_that_one_reads(overrides, tmp_path):
+    for run, processes in (("one", 1), ("two", 2)):
+        more = ("trainer.total_training_steps=2", f"trainer.n_gpus_per_node={processes}")
+        assert main(overrides(tmp_path / run, *PROBE, *more)) == 0
+    one, two = (read_metrics(tmp_path / run)[-1] for run in ("one", "two"))
+    assert one["critic/values/max"] > one["critic/values/min"]
+    for name in ("critic/values/mean", "critic/values/max", "critic/vf_loss", "actor/grad_norm"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize(("target", "kind"), [("residual", "model"), ("residual", "probe"), ("anchored", "model")])
 def test_critics_beside_the_groups_mean(overrides, tmp_path, target, kind):
     beside = [*PROBE, f"critic.target={target}", f"critic.kind={kind}", "actor_rollout_ref.rollout.n=4"]

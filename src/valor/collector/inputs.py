@@ -245,7 +245,6 @@ def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> Reward
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
         require_chat_template=kind.reads_tokens,
-        path_key="reward.reward_model.tokenizer_path",
     )
     longest = model.max_length or longest_text(tokenizer, kind.max_length)
     if not kind.reads_tokens:

@@ -128,7 +128,11 @@ def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple
         raise UserError(f"'{path}' has checkpoint format {state['format']}; this version reads format {FORMAT}")
     _check_adapters(path, state.get("adapters", {}), adapter_record(getattr(module, "hf", module)))
     if optimizer is not None and state["optimizer"] != optimizer:
-        raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {optimizer}")
+        there = state["optimizer"] or "no optimizer"
+        raise UserError(
+            f"'{path}' holds the state of {there}, not of {optimizer}: take that change back, or begin a run from its "
+            "weights (valor export)"
+        )
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return state, {name: x for name, x in stored.items() if optimizer is not None or name.startswith("model.")}
 
@@ -263,7 +267,7 @@ def _prepare_optimizer(
     for name, parameter in module.named_parameters():
         prefix = f"optimizer.{name}."
         for key in [key for key in stored if key.startswith(prefix)]:
-            value = torch.zeros_like(parameter.detach(), dtype=stored[key].properties.dtype)
+            value = torch.zeros_like(parameter.detach())  # in its dtype, which may be another than the stored one
             optimizer.state[parameter][key.removeprefix(prefix)] = value
             targets[key] = value
         if name in scalars:

@@ -76,7 +76,7 @@ def values_of(config: CriticRunConfig, placement: Placement, rollouts: Batch) ->
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
     roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init)
     with closing(roles), phase("values", len(rollouts), unit="sample"):
-        return roles["critic"].compute_values(rollouts)
+        return roles["critic"].compute_values(rollouts).to("cpu")  # read before the processes that hold it end
 
 
 def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, Branches | None]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import modeling_utils
 
 
 def bfloat16_in_onednn() -> bool:
@@ -37,6 +38,14 @@ def around(module: nn.Module, hf: nn.Module) -> Any:
     model: Any = copy.copy(module)
     model._modules = {**module._modules, "hf": hf}
     return model
+
+
+def name_outputs(module: nn.Module) -> None:
+    """Tell transformers which outputs the models inside have, such as hidden states: it learns that where a model is
+    built, and not where a copy comes from another process."""
+    for part in module.modules():
+        if isinstance(part, modeling_utils.PreTrainedModel):
+            dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
 def without_config(hf: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.data.images import ImageFiles
 from valor.data.templates import template_text
 from valor.errors import UserError
-from valor.hub import hub_answers, out_of_reach
+from valor.hub import hub_answers, instead_of_model, out_of_reach
 from valor.models.classifier import register_classifier
 from valor.models.hf import quiet_transformers, reads_later_tokens
 from valor.models.images import FAMILIES, freeze_vision_tower, policy_class
@@ -41,21 +41,18 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
     require_chat_template: bool = False,
-    path_key: str = "model.tokenizer_path",
 ) -> Any:
-    """The tokenizer at `path`; its padding token is EOS where it has none.
-
-    UserError: no tokenizer there (`path_key` is what to set), or no chat template although one is required.
-    """
+    """The tokenizer at `path`; its padding token is EOS where it has none. UserError: no tokenizer there, or no chat
+    template although one is required."""
     source = _resolve(path)
     with _as_user_errors(path, "tokenizer"), quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
+        if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+            raise ValueError("it has no vocabulary")
         older = cached_file(source, "chat_template.json", **_OR_NONE)
     if older is not None and not tokenizer.chat_template:  # of a vision model: transformers' processors alone read it
         tokenizer.chat_template = json.loads(Path(older).read_bytes())["chat_template"]
-    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
-        # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
-        raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set {path_key}")
     if custom_chat_template is not None:
         tokenizer.chat_template = template_text(custom_chat_template)
     if require_chat_template and not tokenizer.chat_template:
@@ -130,14 +127,17 @@ def check_critic(config: PPOConfig, tokenizer: Any, *, trains: bool = True) -> N
         raise UserError(f"critic.ensemble_size={critic.ensemble_size}: {all_same}")
     if model.path == config.actor_rollout_ref.model.path:
         return
-    if difference := other_tokenizer(model, config_of_critic, tokenizer):
-        raise UserError(f"the critic '{model.path}' has another tokenizer than the policy: {difference}: take another")
+    if difference := other_tokenizer(model, config_of_critic, config.actor_rollout_ref.model, tokenizer):
+        raise UserError(
+            f"the critic '{model.path}' has another tokenizer than the policy: {difference}: set critic.model.path to "
+            "a model with the policy's tokenizer"
+        )
 
 
-def other_tokenizer(model: BackboneConfig, config: Any, tokenizer: Any) -> str | None:
-    """How the tokens of `model` differ from those of the policy's `tokenizer`, if they do."""
+def other_tokenizer(model: BackboneConfig, config: Any, policy: BackboneConfig, tokenizer: Any) -> str | None:
+    """How the tokens of `model` differ from those of the `tokenizer` whose last the `policy` itself may lack, if so."""
     size = int(config.get_text_config().vocab_size)
-    if size < len(tokenizer):
+    if size < len(tokenizer) and size < int(load_model_config(policy).get_text_config().vocab_size):
         return f"it knows {size} tokens and the policy's tokenizer has {len(tokenizer)}"
     if any(Path(model.path).glob("tokenizer*")) or not Path(model.path).is_dir():  # else only sizes can be compared
         theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab()
@@ -301,7 +301,7 @@ def load_model_config(model: BackboneConfig) -> Any:
     import_model_code(model)
     source = _resolve(model.path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise UserError(f"'{model.path}' is not a model: it has no config.json")
+        raise UserError(str(instead_of_model(model.path)))
     overrides = dict(model.override_config)
     overrides.update(overrides.pop("model_config", None) or {})
     overrides.pop("attn_implementation", None)
@@ -379,8 +379,11 @@ def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
 
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
-    if (folder := Path(path).expanduser()).is_dir() and not [*folder.glob("config.json"), *folder.glob("*token*")]:
-        return f"'{path}' is not a model: it has no config.json; nor a tokenizer: of a run give RUN/huggingface/actor"
+    untokenized = (folder := Path(path).expanduser()).is_dir() and not any(folder.glob("*token*.*"))
+    if (untokenized or "no file named" in text) and (told := instead_of_model(path)):
+        return told
+    if untokenized and what == "tokenizer":
+        return f"'{path}' holds no tokenizer: put its files there or set tokenizer_path"
     if "couldn't connect" in text or "offline mode" in text:
         return out_of_reach(path)
     if "not a valid model identifier" in text or "Repo id must" in text:

@@ -263,7 +263,9 @@ def read_adapter_config(path: Path) -> Any:
         kind = json.loads((path / CONFIG_FILE).read_text()).get("peft_type")
         config: Any = LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"'{path}' is no adapter directory: its {CONFIG_FILE} cannot be read ({error})") from error
+        below = path / ADAPTER_DIR
+        near = f"give '{below}'" if (below / CONFIG_FILE).is_file() else f"its {CONFIG_FILE} cannot be read ({error})"
+        raise UserError(f"'{path}' is no adapter directory: {near}") from error
     if config is None:
         raise UserError(f"the adapter '{path}' is of peft's type {kind}: only LORA is supported")
     plain = LoraConfig()

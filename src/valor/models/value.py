@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -97,6 +97,9 @@ class ValueModel(RowReader):
         PolicyModel.forward.
         """
         compact = self.compact(rows)
+        if compact.images is None:  # a policy with more rows of padding in its vocabulary samples what this one has not
+            last = self.hf.config.get_text_config().vocab_size - 1
+            compact = replace(compact, input_ids=compact.input_ids.clamp(max=last))
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         out = {"values": compact.scatter(self.reading.values(outputs))}

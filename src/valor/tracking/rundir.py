@@ -169,11 +169,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside and rename: readers of `path` see the old content or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)  # on a full disk its space is needed
+        raise
 
 
 def _acquire(path: Path, say: Callable[[str], None]) -> int:

@@ -87,7 +87,7 @@ def check_teachers(config: PPOConfig, tokenizer: Any) -> None:
     for name, teacher in section.models.items():
         model = teacher_model(config, teacher)
         of_teacher = load_model_config(model)
-        if difference := other_tokenizer(model, of_teacher, tokenizer):
+        if difference := other_tokenizer(model, of_teacher, policy, tokenizer):
             raise UserError(
                 f"the teacher '{model.path}' has another tokenizer than the policy: {difference}: set "
                 f"distillation.teacher_models.{name}.model_path to a model with the policy's tokenizer, or train on "

@@ -1,13 +1,27 @@
 """Rollouts on disk: what is written is read back, from two kinds of rows; all else is refused in a line."""
 
 import json
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
-from valor.collector.rollouts import correct, outcomes, read_rollouts, rollout_records, same_prompt, write_rollouts
+from valor.collector.rollouts import (
+    correct,
+    draw_rollouts,
+    outcomes,
+    read_rollouts,
+    rollout_records,
+    same_prompt,
+    write_rollouts,
+)
+from valor.config import CriticScoreConfig
 from valor.data.batch import Batch
+from valor.data.stored import Part, StoredColumn, to_stored
 from valor.errors import UserError
+from valor.lab import critic_score
 from valor.lab.arithmetic import make_tokenizer
 
 
@@ -121,3 +135,36 @@ def test_the_grader_says_what_is_right_and_prompts_are_known_by_their_tokens(tok
     batch = rollouts(tokenizer)
     assert correct(batch).tolist() == [True, False, False]  # the last one's acc speaks against its score
     assert same_prompt(batch) == [0, 0, 1]
+
+
+class Ended(Part):
+    """What a process holds; it cannot be read any more once `held` is empty."""
+
+    held: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.held[:] = [tensor]
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    @staticmethod
+    def read(parts):
+        return [to_stored(Ended.held[0]) for _ in parts]
+
+
+def test_what_is_drawn_and_judged_outlives_the_processes_that_hold_it(tokenizer, monkeypatch):
+    """Policy and critic take turns, each with processes of its own."""
+    batch = rollouts(tokenizer)
+    plain, batch["token_level_scores"] = batch["responses"], batch["response_mask"]
+    batch["responses"] = StoredColumn.of(Ended(plain))
+    drawn = draw_rollouts(SimpleNamespace(responses=lambda *_: batch), [], 0)
+    Ended.held.clear()
+    assert torch.equal(drawn["responses"], plain)
+
+    values = Batch({"values": StoredColumn.of(Ended(torch.ones(3, 3)))})
+    pools = {"critic": SimpleNamespace(compute_values=lambda _: values)}
+    monkeypatch.setattr(critic_score, "start_pools", lambda *_: pools)
+    monkeypatch.setattr(critic_score, "closing", lambda _: ExitStack())
+    config = CriticScoreConfig.model_validate({"actor_rollout_ref": {"model": {"path": "x"}}})
+    judged = critic_score.values_of(config, None, drawn)
+    Ended.held.clear()
+    assert torch.equal(judged["values"], torch.ones(3, 3))

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_engine import loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
+from tiny_engine import CPU, loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
 
+from valor.config.engine import FSDPConfig, OptimConfig
 from valor.engines import checkpoint
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -36,6 +38,26 @@ def test_resume_is_bitwise(tmp_path):
     assert resumed.counters == straight.counters == checkpoint.Counters(updates=6, schedule_steps=6)
     for name, value in weights(resumed).items():
         assert torch.equal(value, weights(straight)[name])
+
+
+@pytest.mark.parametrize(("before", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_weights_and_moments_that_were_kept_in_another_precision(before, now, tmp_path):
+    def engine(dtype: str, seed: int):
+        policy = tiny_policy(seed).to(getattr(torch, dtype))
+        return FSDPEngine(policy, fsdp=FSDPConfig(dtype=now), optim=OptimConfig(lr=1e-2), device=CPU, total_steps=10)
+
+    first, second = engine(before, 0), engine(now, 5)
+    train(first, 2)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for (name, old), new in zip(first.module.named_parameters(), second.module.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments = first.optimizer.state[old][key], second.optimizer.state[new][key]
+            torch.testing.assert_close(
+                *(x.full_tensor().float() for x in moments), rtol=0.01, atol=0, msg=f"{name} {key}"
+            )
+        torch.testing.assert_close(new.full_tensor().float(), old.full_tensor().float(), rtol=0.01, atol=0)
+    assert train(second, 1)[0]["skipped"] == 0
 
 
 def test_saving_does_not_disturb_training(tmp_path):

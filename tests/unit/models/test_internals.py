@@ -1,10 +1,13 @@
 """The names of other libraries in `valor.models.internals` are there, and do what they are used for."""
 
+import sys
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from valor.engines import distributed
 from valor.models import internals
@@ -29,11 +32,16 @@ def test_torch() -> None:
     assert internals.bfloat16_in_onednn() in (True, False)
 
 
-def test_transformers() -> None:
+def test_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
     hf = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes))
     assert internals.unsplit_classes(hf) == {"LlamaDecoderLayer"}
     assert internals.has_attention_interface(hf) and not internals.has_attention_interface(nn.Linear(1, 1))
+    empty = type(modeling_utils._CAN_RECORD_REGISTRY)()  # as in a process that has built none
+    for module in (modeling_utils, sys.modules[modeling_utils.OutputRecorder.__module__]):
+        monkeypatch.setattr(module, "_CAN_RECORD_REGISTRY", empty)
+    internals.name_outputs(nn.Sequential(hf))
+    assert len(hf(torch.tensor([[1, 2]]), output_hidden_states=True).hidden_states) == 2
     internals.set_attention(hf.config, "eager")
     assert internals.attention_of(hf.config) == "eager" and hf.model.layers[0].self_attn.config is hf.config
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import huggingface_hub.utils
 import pytest
@@ -15,6 +17,7 @@ from valor.config.engine import ModelConfig
 from valor.errors import UserError
 from valor.hub import hub_answers
 from valor.models.load import load_policy, load_tokenizer
+from valor.models.lora import read_adapter_config
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,26 @@ def test_no_directory(tmp_path):
 
 def test_directory_without_config(tmp_path):
     assert "no config.json" in refused(tmp_path)
+
+
+def test_directories_of_something_else_say_what_to_give(model_dir, tmp_path):
+    def made(name: str, *files: str) -> Path:
+        for file in files:
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text("{}")
+        return tmp_path / name
+
+    adapters = made("adapters", "adapter_config.json", "tokenizer_config.json")
+    assert "holds adapters: set model.path to their base, and model.lora_adapter_path" in refused(adapters)
+    run = made("run", "config.yaml", "huggingface/actor/config.json", "global_step_2/manifest.json")
+    assert f"such as '{run}/huggingface/actor'" in refused(run) and "huggingface/actor'" in refused(run / "huggingface")
+    shutil.copytree(model_dir, run / "global_step_2/actor/huggingface", ignore=lambda *_: ["model.safetensors"])
+    for part in ("", "actor", "actor/huggingface"):
+        assert f"`valor export {run}/global_step_2 OUT`" in refused(run / "global_step_2" / part)
+        with pytest.raises(UserError, match="valor export"):
+            load_tokenizer(str(run / "global_step_2" / part))
+    with pytest.raises(UserError, match=r"give .*/actor/adapter'"):
+        read_adapter_config(made("exported/actor", "adapter/adapter_config.json"))
 
 
 def test_a_file_is_no_model(tmp_path):
@@ -171,7 +194,7 @@ def test_chat_template_is_required_only_when_asked(tmp_path):
 
 
 def test_directory_without_tokenizer(model_dir, tmp_path):
-    with pytest.raises(UserError, match="tokenizer"):
+    with pytest.raises(UserError, match="holds no tokenizer: put its files there"):
         load_tokenizer(str(model_dir))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="tokenizer"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import build_hf, sequences
+from tiny_models import VOCAB, build_hf, sequences
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from valor.config.engine import CriticModelConfig
@@ -35,6 +35,16 @@ def test_values_sit_at_the_state_before_each_token(name, rows, tmp_path):
             torch.testing.assert_close(values[i, :r], expected, rtol=0, atol=1e-5)
             assert not values[i, r:].any()
     assert values.abs().max() > 0
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_token_that_only_the_policys_padding_has_is_read_as_the_last(packed, rows, causal_dir):
+    keys = {"value_head_init": "normal", "use_remove_padding": packed}
+    model = load_value_model(section(causal_dir, **keys))
+    beyond, last = ({**rows, "responses": rows["responses"].clone()} for _ in range(2))
+    beyond["responses"][:, 0], last["responses"][:, 0] = VOCAB + 2, VOCAB - 1
+    with torch.no_grad():
+        assert torch.equal(model(beyond)["values"], model(last)["values"])
 
 
 def test_a_new_head_is_zero_by_default(causal_dir, rows):

@@ -12,7 +12,7 @@ from stop_texts import assert_stopped, stopping_after
 from transformers import PreTrainedModel
 
 from valor.errors import UserError
-from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
+from valor.rollout.base import Elsewhere, Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native import decoder
 from valor.rollout.native.engine import NativeEngine
 from valor.tracking.progress import Phase, phase
@@ -215,6 +215,14 @@ def test_parameters_are_gathered_around_all_model_calls() -> None:
     NativeEngine(model, eos_token_ids=[], unsharded=unsharded).generate(batch(3))
     assert inside and all(inside)
     assert state == {"gathered": False, "entered": 1}
+
+    class Nothing(Elsewhere):
+        def poll(self, *, wait: bool) -> None:
+            inside.append(state["gathered"])  # ranks that have requests already wait for this one's part
+
+    inside.clear()
+    NativeEngine(model, eos_token_ids=[], unsharded=unsharded).serve(Nothing())
+    assert inside == [True] and state == {"gathered": False, "entered": 2}
 
 
 def test_weights_cannot_be_pushed(qwen: PreTrainedModel) -> None:

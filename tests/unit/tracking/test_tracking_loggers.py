@@ -1,5 +1,6 @@
 """Loggers: the file format, resume, TensorBoard, Weights & Biases, the console lines, and user mistakes."""
 
+import errno
 import importlib.util
 import json
 import math
@@ -385,3 +386,15 @@ def test_console_prints_one_line(tmp_path, capsys):
 )
 def test_durations(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_record_that_does_not_fit_on_the_disk_leaves_the_old_one_alone(tmp_path, monkeypatch):
+    write_run_info(tmp_path, name="old")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("valor.tracking.rundir.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_run_info(tmp_path, name="new")
+    assert read_run_info(tmp_path) == {"name": "old"} and [file.name for file in tmp_path.iterdir()] == ["run.json"]

@@ -175,9 +175,12 @@ def test_the_length_counts_the_rows_that_are_there(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "p{i}", "answer": "a"}}\n' for i in range(70)))
     keys = [f"data.train_files={file}", "data.train_batch_size=32", "trainer.total_epochs=3"]
-    assert row(plan(load(keys).config), "length") == "6 steps: 3 epochs of 70 prompts, 32 at a time"
+    assert row(plan(load(keys).config), "length") == "6 steps: 3 epochs of 70 prompts, 32 at a time, 6 left out of each"
+    in_order = plan(load([*keys, "data.shuffle=false"]).config)
+    assert row(in_order, "length").endswith("32 at a time, the last 6 never (data.shuffle=false)")
+    assert row(plan(load([*keys, "data.sampler.difficulty.enable=true"]).config), "length").endswith("at a time")
     pairs = [f"data.train_files={file}", "data.train_batch_size=32", "data.val_share=0.1"]
     held_out = "about 1 step: 1 epoch of about 63 pairs, 32 at a time"
     assert row(plan(load(pairs, RMConfig).config), "length") == held_out
     few = plan(load([*keys, "data.train_max_samples=33"]).config)
-    assert row(few, "length") == "3 steps: 3 epochs of 33 prompts, 32 at a time"
+    assert row(few, "length") == "3 steps: 3 epochs of 33 prompts, 32 at a time, 1 left out of each"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from valor.errors import UserError
+from valor.models.internals import name_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn
     prepare()
     if isinstance(structure, bytes):
         try:
-            return pickle.loads(structure)
+            module = pickle.loads(structure)
+            name_outputs(module)
+            return module
         except Exception as error:  # its code is not on this node, for one
             structure = error
     logger.warning("this process reads the whole model, as its structure cannot be sent: %s", structure)

@@ -91,12 +91,13 @@ class NativeEngine(RolloutEngine):
         """
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
-        intake = Intake(source, self._max_model_len)
-        if intake.pending:
-            slots = not self._by_cohorts
+        with self._unsharded():  # first of all: every rank has a part in it, also one that gets no request
+            intake = Intake(source, self._max_model_len)
+            if not intake.pending:
+                return
             recording = nullcontext() if self._routers is None else self._routers.recording()
-            mode = generation_mode(self._hf, slots=slots)
-            with self._unsharded(), mode, torch.inference_mode(), recording, self._laid_out():
+            mode = generation_mode(self._hf, slots=not self._by_cohorts)
+            with mode, torch.inference_mode(), recording, self._laid_out():
                 while intake.pending:
                     self._attempt(intake)
 
