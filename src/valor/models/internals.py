@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import modeling_utils
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 
 def bfloat16_in_onednn() -> bool:
@@ -44,8 +45,8 @@ def name_outputs(module: nn.Module) -> None:
     """Tell transformers which outputs the models inside have, such as hidden states: it learns that where a model is
     built, and not where a copy comes from another process."""
     for part in module.modules():
-        if isinstance(part, modeling_utils.PreTrainedModel):
-            dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
+        if isinstance(part, PreTrainedModel):
+            dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
 def without_config(hf: nn.Module) -> nn.Module:

@@ -48,9 +48,9 @@ def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn
     prepare()
     if isinstance(structure, bytes):
         try:
-            module = pickle.loads(structure)
-            name_outputs(module)
-            return module
+            copy = pickle.loads(structure)
+            name_outputs(copy)
+            return copy
         except Exception as error:  # its code is not on this node, for one
             structure = error
     logger.warning("this process reads the whole model, as its structure cannot be sent: %s", structure)
