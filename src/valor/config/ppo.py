@@ -249,6 +249,11 @@ class PPOConfig(Section):
         return self.critic.enable and not self.critic.freeze
 
     @property
+    def replays(self) -> bool:
+        """Whether the critic trains on earlier steps' samples again."""
+        return self.has_value_model and self.trains_critic and self.critic.replay_steps > 0
+
+    @property
     def has_probe(self) -> bool:
         """Whether the critic is a regression on hidden states, and no model."""
         return self.critic.enable and self.critic.kind == "probe"

@@ -116,7 +116,7 @@ def targets_by_ranks(config: PPOConfig) -> dict[str, Any] | None:
         not config.trains_critic
         or critic.target != "absolute"
         or critic.ensemble_size > 1
-        or critic.replay_steps > 0
+        or config.replays
         or config.updates_per_step(critic) > 1
         or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1)
         or algorithm.adv_estimator != "gae"

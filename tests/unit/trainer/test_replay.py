@@ -7,6 +7,7 @@ import torch
 from valor.config import PPOConfig, load
 from valor.data.batch import Batch
 from valor.trainer.phases.replay import UpdateCriticWithReplay
+from valor.trainer.phases.standard import phases_of
 
 
 class Critics:
@@ -29,6 +30,15 @@ def step_of(number: int) -> Batch:
     columns = {"responses": one.long(), "response_mask": one, "returns": one, "values": torch.full((1, 2), -1.0)}
     lengths = {"prompt_lengths": torch.ones(1).long(), "response_lengths": torch.full((1,), 2)}
     return Batch({"prompts": torch.full((1, 1), number), **columns, **lengths}, meta={"of": number})
+
+
+def test_every_critic_that_learns_has_one_phase_that_trains_it() -> None:
+    """A probe, whose sums hold earlier samples, and a frozen critic have no replay, and no less of a phase."""
+    for settings in ([], ["critic.kind=probe"], ["critic.freeze=true", "critic.model.path=c"]):
+        for replay in (0, 2):
+            common = ["actor_rollout_ref.model.path=m", "data.train_files=d", f"critic.replay_steps={replay}"]
+            names = [made.name for made in phases_of(load([*common, *settings], PPOConfig).config)]
+            assert names.count("update_critic") == 1 and names.count("values") == 1
 
 
 def phase(*settings: str) -> UpdateCriticWithReplay:

@@ -27,7 +27,7 @@ class UpdateCriticWithReplay(UpdateCritic):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.has_value_model and config.trains_critic and config.critic.replay_steps > 0
+        return config.replays
 
     def plan(self) -> str:
         return f"{super().plan()}: at most {self.config.critic.replay_steps}"

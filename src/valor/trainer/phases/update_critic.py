@@ -37,7 +37,7 @@ class UpdateCritic(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.critic.enable and not (config.trains_critic and config.critic.replay_steps)
+        return config.critic.enable and not config.replays
 
     def plan(self) -> str:
         return "the regression, refitted for the next step" if self.config.has_probe else super().plan()
