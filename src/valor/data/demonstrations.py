@@ -159,10 +159,10 @@ def _rows(
         after = render(tokenizer, chat[: i + 1], {**template_kwargs, "add_generation_prompt": False}, where)
         if not after.startswith(before):
             apart = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
-            asked, shown = (text[max(apart - 12, 0) :][:40] for text in (before, after))
+            expected, rendered = (text[max(apart - 12, 0) :][:40] for text in (before, after))
             raise UserError(
-                f"{where}: the chat template renders message {i} otherwise than it asks for it ({asked!r}, and then "
-                f"{shown!r}), so its tokens cannot be told apart: give answers what it asks for (thoughts?), or set "
+                f"{where}: the chat template renders message {i} otherwise than it asks for it ({expected!r}, and then "
+                f"{rendered!r}), so its tokens cannot be told apart: give answers what it asks for (thoughts?), or set "
                 "data.apply_chat_template_kwargs (some know enable_thinking=false) or model.custom_chat_template"
             )
         if len(after) == len(before):

@@ -380,8 +380,8 @@ def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
     untokenized = (folder := Path(path).expanduser()).is_dir() and not any(folder.glob("*token*.*"))
-    if (untokenized or "no file named" in text) and (told := instead_of_model(path)):
-        return told
+    if (untokenized or "no file named" in text) and (line := instead_of_model(path)):
+        return line
     if untokenized and what == "tokenizer":
         return f"'{path}' holds no tokenizer: put its files there or set tokenizer_path"
     if "couldn't connect" in text or "offline mode" in text:
