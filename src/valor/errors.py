@@ -38,7 +38,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
     `cutoff`: how alike they must be, from 0 to 1.
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, [word for word in known if word], n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
 
 

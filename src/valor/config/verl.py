@@ -175,6 +175,7 @@ critic.fsdp_config.(offload_policy reshard_after_forward fsdp_size) critic.(loss
 {R}.(repetition_penalty val_kwargs.repetition_penalty) [1] : it is off
 {R}.(repetition_penalty val_kwargs.repetition_penalty min_p val_kwargs.min_p stop stop_token_ids) ! tokens are drawn by
     temperature, top_k and top_p, up to the template's end of a turn
+{R}.multi_turn.interaction_config_path ! an environment answers the model here: set {R}.agent.environment
 {R}.multi_turn.(use_inference_chat_template tokenization_sanity_check_mode) : turns are put together by token ids,
     always exactly
 data.(return_raw_chat return_full_prompt) : messages are always kept
@@ -236,6 +237,9 @@ data.(enable_thinking_key enable_thinking_default multiturn.enable_thinking_key)
     in its column 'chat_template_kwargs', those of all in data.apply_chat_template_kwargs
 data.(prompt_dict_keys response_dict_keys) ! columns are read whole: write what is inside one into others
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
+algorithm.rollout_correction.rollout_rs_threshold_lower ! set rollout_rs_threshold to both bounds, as in 0.5_2.0
+algorithm.rollout_correction.rollout_token_veto_threshold ! set rollout_rs=seq_max_k2, the largest
+    log(ratio)²/2 of a response, and rollout_rs_threshold
 algorithm.(rollout_is rollout_is_*) ! use algorithm.rollout_correction.*
 reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_function.*
 distillation.distillation_loss.(clip_ratio clip_ratio_low clip_ratio_high) -> {A}. : one policy loss takes all
@@ -248,6 +252,11 @@ distillation.distillation_loss.(use_chunked_topk chunked_topk_chunk_size) : logi
 trainer.v1.separate_async.hybrid_rollout.* ! training and generation keep their processes: drop it
 trainer.v1.sampler.(custom_sampler.* sampler_kwargs.*) ! which samples come next is
     trainer.v1.sampler.max_off_policy_strategy
+reward_model.overlong_buffer.* -> reward.reward_kwargs.overlong_buffer_cfg.
+rollout.(nnodes n_gpus_per_node) -> {R}.
+rollout.(test_freq total_epochs) -> trainer.
+algorithm.filter_groups._target_ : this section has keys of its own
+rollout.total_rollout_steps ! steps are counted in updates of weights: set trainer.total_training_steps
 async_training.* ! set trainer.v1.trainer_mode=separate_async, sampler.max_off_policy_threshold
 algorithm.(use_pf_ppo agreement_mask divergence_mask) critic.ensemble_shards [0] : the key is gone, and this was its
     default

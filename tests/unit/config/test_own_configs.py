@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 from valor.config import composition, load
+from valor.errors import UserError
 from valor.trainer.plan import plan
 
 MINE = "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n"
@@ -54,6 +55,32 @@ def test_keys_of_todays_verl_scripts(text, key, value):
     for name in key.split("."):
         config = getattr(config, name)
     assert config == value
+
+
+def test_verls_own_config_folder_is_the_built_in_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--config-path=./config", "--config-name=ppo_megatron_trainer.yaml", "data.train_files=a.parquet"]
+    loaded = load(argv)
+    assert loaded.config.actor_rollout_ref.actor.strategy == "megatron"
+    assert loaded.notes[0].endswith("there is no such folder; ppo_megatron_trainer is the built-in one")
+    for wrong in (["--config-path=conf", argv[1]], [argv[0], "--config-name=mine"]):
+        with pytest.raises(UserError, match="there is no such folder"):
+            load(wrong)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "ppo_megatron_trainer.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    assert load(argv).config.actor_rollout_ref.actor.strategy == "fsdp2"
+
+
+def test_keys_of_verls_recipes():
+    config = load(["data.train_files=a.parquet", "reward_model.overlong_buffer.len=64", "rollout.nnodes=2"]).config
+    assert config.reward.reward_kwargs.overlong_buffer_cfg.len == 64 and config.actor_rollout_ref.rollout.nnodes == 2
+    correction = "algorithm.rollout_correction."
+    load(["data.train_files=a.parquet", f"{correction}rollout_token_veto_threshold=null"])
+    for text in (f"{correction}rollout_token_veto_threshold=1e-4", "rollout.total_rollout_steps=100"):
+        with pytest.raises(UserError, match=r"asks for what Valor does not have: .*set "):
+            load([text])
+    with pytest.raises(UserError, match="got ''$"):
+        load(["actor_rollout_ref.actor.use_kl_loss=''"])
 
 
 def test_a_path_to_resume_from_is_noted_where_it_is_not_read():
