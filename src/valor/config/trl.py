@@ -26,7 +26,18 @@ gradient_checkpointing -> {M}.enable_gradient_checkpointing model.enable_gradien
 epsilon_high -> {A}.clip_ratio_high
 cliprange_value -> critic.cliprange_value
 (temperature top_p top_k) -> {R}.
+delta -> {A}.clip_ratio_c
+entropy_coef -> {A}.entropy_coeff
+num_generations_eval -> {R}.val_kwargs.n
+trust_remote_code -> {M}.trust_remote_code model.trust_remote_code
+chat_template_path -> {M}.custom_chat_template model.custom_chat_template
+chat_template_kwargs.* -> data.apply_chat_template_kwargs.*
+shuffle_dataset -> data.shuffle
 vllm_gpu_memory_utilization -> {R}.gpu_memory_utilization
+vllm_tensor_parallel_size -> {R}.tensor_model_parallel_size
+vllm_max_model_length -> {R}.max_model_len
+vllm_server_base_url -> {R}.server.base_url
+vllm_mode [colocate] -> {R}.name=vllm
 lora_r -> {M}.lora_rank model.lora_rank
 lora_target_modules -> {M}.target_modules model.target_modules
 (lora_alpha lora_rank) -> {M}. model.
@@ -40,7 +51,10 @@ scale_rewards [group] -> algorithm.norm_adv_by_std_in_grpo=true
 scale_rewards [none] -> algorithm.norm_adv_by_std_in_grpo=false
 beta [0] -> {A}.use_kl_loss=false
 use_vllm [false] -> {R}.name=native
-(fp16 push_to_hub) [false] : it is off
+(fp16 push_to_hub sync_ref_model use_adaptive_entropy mask_truncated_completions use_bias_correction_kl) [false] :
+    it is off
+(packing padding_free packing_strategy pad_to_multiple_of eval_packing) : texts are packed without padding
+(completion_only_loss assistant_only_loss) [true] : the loss is of answers alone
 (log_completions logging_steps logging_strategy) : every step is logged, samples too
 (remove_unused_columns dataloader_num_workers disable_tqdm) : every column reaches the grader
 per_device_eval_batch_size : validation is shared out by tokens
@@ -60,6 +74,14 @@ importance_sampling_level ? for sequence set actor_rollout_ref.actor.policy_loss
     actor_rollout_ref.actor and critic)
 report_to ? set trainer.logger=[console,file] with wandb, tensorboard, trackio or mlflow behind them
 (save_strategy eval_strategy evaluation_strategy) ? set trainer.save_freq and trainer.test_freq in steps
+(completion_only_loss assistant_only_loss) ? answers alone count, or texts without a prompt: drop it
+vllm_mode ? start vllm serve; set actor_rollout_ref.rollout.name=server and actor_rollout_ref.rollout.server.base_url
+vllm_importance_sampling_(correction mode cap clip_max) ? set algorithm.rollout_correction.rollout_is (token, sequence)
+    and rollout_is_threshold
+max_tool_calling_iterations ? set actor_rollout_ref.rollout.multi_turn.max_assistant_turns to one more
+reward_weights ? your grader returns one score: weigh its parts there
+mask_truncated_completions ? answers that are cut off are trained on: set reward.reward_kwargs.overlong_buffer_cfg
+(min_p repetition_penalty generation_kwargs) ? tokens are drawn by temperature, top_k and top_p
 use_vllm ? set actor_rollout_ref.rollout.name=vllm
 attn_implementation ? set model.override_config={{attn_implementation:…}} (PPO: below actor_rollout_ref)
 (use_peft peft_config) ? set {M}.lora_rank (PPO), model.lora_rank (SFT) or lora_rank=16

@@ -19,7 +19,10 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
 @pytest.mark.parametrize("word", READ)
 def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
-    value = {"lr_scheduler_type": "linear", "output_dir": "o", "run_name": "o", "lora_target_modules": "o"}.get(word, 1)
+    texts = ("output_dir", "run_name", "lora_target_modules", "chat_template_path", "vllm_server_base_url")
+    value = {"lr_scheduler_type": "linear", "delta": 4, "vllm_max_model_length": 4096, **dict.fromkeys(texts, "o")}.get(
+        word, 1
+    )
     targets = [rule.target for rule in ROWS if rule.pattern == word and rule.target and rule.value is None]
     assert any(
         exists(root, target) and not is_section(root, target) for root in (PPOConfig, SFTConfig) for target in targets
@@ -28,7 +31,8 @@ def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
         with pytest.raises(UserError, match=f"unknown key '{word}'|^{word}="):
             load([f"{word}={value}"], root)
         return
-    value = "true" if word in ("gradient_checkpointing", "scale_rewards") else value
+    switches = ("gradient_checkpointing", "scale_rewards", "shuffle_dataset", "trust_remote_code")
+    value = "true" if word in switches else value
     loaded = load([f"{word}={value}"], root)
     (key,) = [target for target in targets if exists(root, target)]
     assert str(get_at(loaded.config, key)).lower() in (str(value), f"{value}.0", f"['{value}']")

@@ -79,7 +79,7 @@ def test_keys_of_verls_recipes():
     for text in (f"{correction}rollout_token_veto_threshold=1e-4", "rollout.total_rollout_steps=100"):
         with pytest.raises(UserError, match=r"asks for what Valor does not have: .*set "):
             load([text])
-    with pytest.raises(UserError, match="got ''$"):
+    with pytest.raises(UserError, match=r"got ''$"):
         load(["actor_rollout_ref.actor.use_kl_loss=''"])
 
 
