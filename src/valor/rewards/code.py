@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 from valor.rewards.answers import after_thinking
 from valor.sandbox import Limits, Sandbox, strongest_level
@@ -27,6 +28,8 @@ _BLOCK = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_RESPONSE = ("solution", "main", "your_module")  # modules by which tests mean the response
+_RUN = "__run__"
 # What solutions of LeetCode's form take for granted.
 _PRELUDE = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
@@ -69,6 +72,14 @@ class FunctionTests:
     prompt: str = ""
     prelude: str = ""
     seconds: int = 2
+
+
+class _Module(NamedTuple):
+    """Texts of a file of tests, each a test (what it defines belongs to the first), and what it imports from the
+    response."""
+
+    tests: list[str]
+    imported: list[str]
 
 
 def grade(
@@ -136,20 +147,18 @@ def same_output(output: str, expected: str) -> bool:
 def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
     """The tests in a ground truth, in any of the forms of docs/sandbox.md. Raises ValueError for anything else."""
     sys.set_int_max_str_digits(0)  # tests may have integers of any length
-    truth = ground_truth
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            truth = [truth]
+    truth = _value(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    truth = [truth] if isinstance(truth, str) else truth
     if isinstance(truth, Mapping):
         return _tests_of_mapping(truth)
-    if isinstance(truth, Iterable) and not isinstance(truth, str) and (tests := list(truth)):
+    if isinstance(truth, Iterable) and (tests := list(truth)):
         if all(isinstance(test, str) for test in tests):
             return _assertions(tests)
         cases: list[Mapping[str, Any]] = [test for test in tests if isinstance(test, Mapping)]
         if len(cases) == len(tests) and all({"input", "output"} <= set(case) for case in cases):
-            name = (cases[0].get("metadata") or {}).get("func_name")
+            metadata = cases[0].get("metadata") or {}
+            metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+            name = metadata.get("func_name") or cases[0].get("fn_name")
             pairs = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
             return _tests_of_mapping(pairs | {"fn_name": name})
     raise ValueError(f"the ground truth has no tests: {str(ground_truth)[:80]!r}")
@@ -157,19 +166,23 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
 
 def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
     truth = {name: value for name, value in truth.items() if value is not None}  # which Arrow fills dictionaries with
-    if {"inputs", "outputs"} <= set(truth) and len(truth["inputs"]) == len(truth["outputs"]) > 0:
+    if truth.get("test_cases"):
+        tests = read_tests(truth["test_cases"])
+    elif {"inputs", "outputs"} <= set(truth) and len(truth["inputs"]) == len(truth["outputs"]) > 0:
         if truth.get("fn_name"):
             tests = _call_tests(truth["fn_name"], truth["inputs"], truth["outputs"])
         else:
             tests = ProgramTests(list(map(_as_text, truth["inputs"])), list(map(_as_text, truth["outputs"])))
     elif truth.get("test") and truth.get("entry_point"):
-        name, prompt = truth["entry_point"], truth.get("prompt") or ""
+        name, prompt = truth["entry_point"].removeprefix("Solution()."), truth.get("prompt") or ""
         try:
             compile(prompt, "prompt", "exec")
             setup = [prompt]  # its helpers, as the prompt has them and not as the response has them
         except (SyntaxError, ValueError):
             setup = []
         tests = FunctionTests([f"{truth['test']}\n\ncheck({name})\n"], setup, [name], prompt)
+    elif truth.get("test"):
+        tests = _assertions([truth["test"]])
     elif len(truth.get("test_list", ())):
         setup = [*truth.get("test_imports", ()), truth.get("test_setup_code") or ""]
         tests = _assertions(list(truth["test_list"]), setup)
@@ -179,8 +192,10 @@ def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
 
 
 def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTests:
+    modules = [_module(test) for test in tests]
+    tests = [test for module in modules for test in module.tests]
     nodes = [node for test in tests for node in _nodes(test)]
-    called = dict.fromkeys(name for name in map(_called, nodes) if name)
+    called = dict.fromkeys(name for name in map(_called, nodes) if name and name != _RUN)
     unknown = [name for name in called if not any(_defines(text, name) for text in (*setup, *tests))]
     judges: set[str | None] = set()  # what is asserted of the result of another function has to be the tests' own
     for node in nodes:
@@ -190,19 +205,62 @@ def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTest
                 judges.add(_called(asserted))
     # Names that Python has are Python's, or `abs = lambda x: 0` would pass many tests; unless no others are called.
     candidates = [n for n in unknown if not (hasattr(builtins, n) or hasattr(math, n) or n in judges)]
-    return FunctionTests(tests, setup, candidates or unknown or [""])
+    imported = [name for module in modules for name in module.imported]
+    return FunctionTests(tests, setup, list(dict.fromkeys([*imported, *candidates])) or unknown or [""])
+
+
+def _module(test: str) -> _Module:
+    """Raises ValueError for what is not Python, and for tests that cannot run here."""
+    body, imported, runs = [], [], []
+    for statement in _parsed(test).body:
+        if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
+            body += [inner for inner in statement.body if ".main(" not in ast.unparse(inner)]
+            continue
+        if isinstance(statement, ast.ImportFrom) and statement.module in _RESPONSE:
+            imported += [alias.name for alias in statement.names]
+            continue
+        body.append(statement)
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            _installed(statement)
+        elif isinstance(statement, _DEFINITIONS) and _is_test(statement):
+            runs.append(f"{_RUN}({statement.name})")
+    text = ast.unparse(ast.Module(body, []))
+    return _Module([f"{text}\n{runs[0]}", *runs[1:]] if runs else [text], imported)
+
+
+def _is_test(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether pytest or unittest would run it. Raises ValueError for a test with fixtures."""
+    if isinstance(statement, ast.ClassDef):
+        bases = [ast.unparse(base) for base in statement.bases]
+        return any(base.endswith("TestCase") for base in bases) or (statement.name.startswith("Test") and not bases)
+    cases = any("parametrize" in ast.unparse(decorator) for decorator in statement.decorator_list)
+    is_test = statement.name.startswith("test")
+    if is_test and statement.args.args and not cases:
+        raise ValueError(f"the ground truth has a test with fixtures, which are not supported: {statement.name}")
+    return is_test
+
+
+def _installed(statement: ast.Import | ast.ImportFrom) -> None:
+    names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else [statement.module or ""]
+    for name in names:
+        if find_spec(name.partition(".")[0]) is None:
+            raise ValueError(f"the ground truth has a test that imports {name}, which is not installed")
 
 
 def _called(node: ast.AST) -> str | None:
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
 
 
-def _nodes(test: str) -> list[ast.AST]:
-    """What a test consists of, in the order of the text."""
+def _parsed(test: str) -> ast.Module:
     try:
-        tree = ast.parse(test)
+        return ast.parse(test)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the ground truth has a test that is not Python: {test[:80]!r} ({error})") from None
+
+
+def _nodes(test: str) -> list[ast.AST]:
+    """What a test consists of, in the order of the text."""
+    tree = _parsed(test)
     # Definitions alone check nothing: HumanEval's check() has to be called.
     statements = [s for s in tree.body if not isinstance(s, _DEFINITIONS)]
     if not any(isinstance(node, ast.Call | ast.Assert) for s in statements for node in ast.walk(s)):

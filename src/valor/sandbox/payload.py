@@ -8,7 +8,7 @@ test returns, patches or looks up can reach a comparison. Standard library only,
 from __future__ import annotations
 
 import builtins
-import json
+import marshal
 import math
 import operator
 import os
@@ -17,18 +17,18 @@ import types
 
 TYPE_CHECKING = False  # the typing module costs more than all the rest of this file
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Any
+
+if TYPE_CHECKING or __package__:
+    from valor.sandbox.plain import decode, encode, refused
+else:  # as a file beside this one
+    from plain import decode, encode, refused
 
 _MAX_MESSAGE = 1 << 26  # bytes
 _MAX_TEXT = 300  # characters of an error
 _MUTABLE = (list, dict, set)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
-_BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
-_COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_DECODERS = {
-    **_COLLECTIONS, "dict": dict, "bytes": bytes.fromhex, "complex": complex, "type": _BUILTIN_TYPES.__getitem__
-}  # fmt: skip
 _OPERATIONS = {
     "call": lambda function, /, *args, **options: function(*args, **options),
     "get": getattr,
@@ -43,55 +43,6 @@ _OPERATIONS = {
 
 class RemoteError(Exception):
     """The code under test raised something that is no built-in exception, or is gone."""
-
-
-def encode(value: Any, handles: list[Any] | None = None) -> bytes:
-    """Plain data as JSON: None, numbers, texts, bytes, collections, what subclasses any of these, and Python's types.
-
-    What JSON does not know is an object with one entry, its type. With `handles`, any other object is appended there
-    and its index is sent; without, it raises TypeError.
-    """
-    return json.dumps(_plain(value, handles)).encode()
-
-
-def _plain(value: Any, handles: list[Any] | None) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_plain(item, handles) for item in value]
-    if isinstance(value, dict):
-        return {"dict": [[_plain(key, handles), _plain(item, handles)] for key, item in value.items()]}
-    for name, kind in _COLLECTIONS.items():
-        if isinstance(value, kind):
-            return {name: [_plain(item, handles) for item in value]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": repr(value)}
-    if isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
-        return {"type": value.__name__}
-    if type(value) is Remote:
-        return {"remote": object.__getattribute__(value, "_target")}
-    if callable(plain := getattr(value, "tolist", None)):  # numpy
-        return _plain(plain(), handles)
-    if handles is None:
-        raise TypeError(f"a test cannot send a {type(value).__name__} to the code under test")
-    handles.append(value)
-    return {"remote": len(handles) - 1}
-
-
-def decode(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    """Rebuilds the value; `resolve` gives the object for a name or a handle. Raises Exception for anything else."""
-
-    def rebuild(part: Any) -> Any:
-        if isinstance(part, list):
-            return [rebuild(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        [(name, content)] = part.items()
-        return resolve(content) if name == "remote" else _DECODERS[name](rebuild(content))
-
-    return rebuild(json.loads(data))
 
 
 def write(fd: int, data: bytes) -> None:
@@ -154,6 +105,8 @@ def serve(codes: Sequence[str]) -> None:
     def resolve(target: Any) -> Any:
         if isinstance(target, int):
             return handles[target]
+        if isinstance(target, list):
+            return types.FunctionType(marshal.loads(bytes.fromhex(target[0])), vars(module), target[1])
         names = vars(module)
         if target not in names and "Solution" in names:  # LeetCode's form
             return getattr(names["Solution"](), target)
@@ -161,17 +114,21 @@ def serve(codes: Sequence[str]) -> None:
             raise NameError(f"name '{target}' is not defined")
         return names[target]
 
+    def handle(value: Any) -> int:
+        handles.append(value)
+        return len(handles) - 1
+
     def load() -> bytes:
         exec(_compiled(codes), vars(module))
         return encode((True, None, []))
 
     def answer(message: bytes) -> bytes:
-        operation, target, args, options = decode(message, resolve)
-        mutable = [argument for argument in args if isinstance(argument, _MUTABLE)]
-        before = [encode(argument, []) for argument in mutable]
+        operation, target, args, options, classes = decode(message, resolve, resolve)
+        mutable = _mutable(args, classes)
+        before = [encode(argument, id, classes) for argument in mutable]
         value = _OPERATIONS[operation](target, *args, **options)
-        changed = [a if encode(a, []) != b else None for a, b in zip(mutable, before, strict=True)]
-        return encode((True, value, changed), handles)
+        changed = [a if encode(a, id, classes) != b else None for a, b in zip(mutable, before, strict=True)]
+        return encode((True, value, changed), handle, classes)
 
     def attempt(action: Callable[[], bytes]) -> bytes:
         try:
@@ -184,39 +141,51 @@ def serve(codes: Sequence[str]) -> None:
         send(replies, attempt(lambda message=message: answer(message)))
 
 
+def _mutable(arguments: Sequence[Any], classes: Collection[str]) -> list[Any]:
+    return [a for a in arguments if isinstance(a, _MUTABLE) or type(a).__name__ in classes]
+
+
 class Wire:
-    """The tests' end of the line to the code under test: requests out, replies in. File descriptors."""
+    """The tests' end of the line to the code under test: requests out, replies in. File descriptors.
+
+    Instances of classes that the tests define, among their `names`, travel by their attributes.
+    """
 
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies, self._tested = requests, replies, True
+        self.names: Mapping[str, Any] = {}
 
     def ask(self, operation: str, remote: Remote, /, *args: Any, **options: Any) -> Any:
         """The value that an operation on a remote object has there; raises what it raised there.
 
         Of an object that is not under test the tests learn nothing, or it could be made to give the verdict.
         """
-        message = encode((operation, remote, args, options))
+        classes = self._classes()
+        message = encode((operation, remote, args, options, list(classes)), _target, classes)
         self._tested = object.__getattribute__(remote, "_tested")
         try:
             send(self._requests, message)
         except BrokenPipeError:
             raise RemoteError("the code under test has ended") from None
         value, changed = self.reply()
-        arguments = [argument for argument in args if isinstance(argument, _MUTABLE)]
-        for argument, content in zip(arguments, changed, strict=True):
+        for argument, content in zip(_mutable(args, classes), changed, strict=True):
             if content is not None:  # the function wrote into its argument
-                argument.clear()
-                getattr(argument, "extend" if isinstance(argument, list) else "update")(content)
+                before, after = (x if isinstance(x, _MUTABLE) else vars(x) for x in (argument, content))
+                before.clear()
+                getattr(before, "extend" if isinstance(before, list) else "update")(after)
         if not (self._tested or value is None or type(value) is Remote):
             raise RemoteError("a test asks the code for something that the test itself has to define")
         return value
+
+    def _classes(self) -> dict[str, type]:
+        return {name: c for name, c in self.names.items() if isinstance(c, type) and c.__module__ == "tests"}
 
     def reply(self) -> tuple[Any, list[Any]]:
         """The next reply's value, and the new content of arguments that the function changed (None: it did not)."""
         message = receive(self._replies)
         if message is None:
             raise RemoteError("the code under test has ended")
-        fine, value, rest = decode(message, self._remote)
+        fine, value, rest = decode(message, self._remote, self._classes().__getitem__)
         if fine is True:
             return value, rest
         kind = getattr(builtins, value, None)
@@ -257,11 +226,20 @@ class Remote:
         return iter(self._wire.ask("list", self))
 
 
+def _target(value: Any) -> Any:
+    """What the code under test knows an object of it by; a function of the tests travels as its code."""
+    if type(value) is Remote:
+        return object.__getattribute__(value, "_target")
+    if type(value) is not types.FunctionType or value.__code__.co_freevars or value.__defaults__:
+        return refused(value)
+    return [marshal.dumps(value.__code__).hex(), value.__name__]
+
+
 class _Names(dict):
     """The tests' names. One that neither they nor Python define is a module's, or a helper from the code under test."""
 
     def __init__(self, wire: Wire, texts: Sequence[str]) -> None:
-        super().__init__(__name__="tests", __same__=same)
+        super().__init__(__name__="tests", __same__=same, __run__=run)
         self._wire, self._texts = wire, texts
 
     def __missing__(self, name: str) -> Any:
@@ -288,13 +266,39 @@ def same(value: Any, expected: Any) -> bool:
     return value == expected
 
 
+def run(test: Any) -> None:
+    """Run a test of pytest (a function, with its cases, or a class of methods) or unittest (a TestCase)."""
+    if isinstance(test, type):
+        names = [name for name in dir(test) if name.startswith("test")]
+        assert names, f"{test.__name__} has no tests"
+        getattr(test, "setUpClass", getattr(test, "setup_class", lambda: None))()
+        for name in names:
+            if hasattr(test, "debug"):  # of unittest: setUp, the method, tearDown
+                test(name).debug()
+            else:
+                instance = test()
+                getattr(instance, "setup_method", lambda: None)()
+                getattr(instance, name)()
+        return
+    cases: list[dict[str, Any]] = [{}]
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            rows = [getattr(value, "values", None) or (value if len(names) > 1 else (value,)) for value in values]
+            cases = [case | dict(zip(names, row, strict=True)) for case in cases for row in rows]
+    for case in cases:
+        test(**case)
+
+
 def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Sequence[str]) -> bytes:
     """How many tests pass, and what the first that does not says: an encoded (passed, text).
 
     `setup` and `tests` are Python texts that run one after another in one namespace; a test passes when it raises
     nothing. `candidates` are names that belong to the code under test even if the setup defines them.
     """
-    names, passed, first = _Names(wire, [*setup, *tests]), 0, ""
+    wire.names = names = _Names(wire, [*setup, *tests])
+    passed, first = 0, ""
     try:
         wire.reply()
         for text in setup:

@@ -54,6 +54,72 @@ SQUARE = {"test_list": ["assert square(2) == 4", "assert square(-3) == 9", "asse
 SUM = {"inputs": ["2\n1 2\n", "3\n1 2 3\n", "1\n-5\n"], "outputs": ["3\n", "6", "-5\n"]}
 CALLS = {"fn_name": "pairs", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[[1, 3], [2, 3]]", "[]"]}
 
+# LeetCode's classes, in a prompt that the response does not repeat.
+NODES = """
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+def chain(values):
+    head = None
+    for value in reversed(values):
+        head = ListNode(value, head)
+    return head
+
+def values(node):
+    found = []
+    while node:
+        found.append(node.val)
+        node = node.next
+    return found
+"""
+REVERSED = humaneval(
+    NODES,
+    """
+    def check(candidate):
+        assert values(candidate(head=chain(list(range(2000))))) == list(range(2000))[::-1]
+        assert candidate(None) is None and type(candidate(chain([1]))) is ListNode
+    """,
+    "Solution().reverse",
+)
+REVERSE = """
+class Solution:
+    def reverse(self, head):
+        before = None
+        while head:
+            head.next, before, head = before, head, head.next
+        return before
+"""
+PYTEST = """
+import pytest
+from solution import half
+
+def test_even():
+    assert half(4) == 2
+
+@pytest.mark.parametrize("n, expected", [(2, 1), (6, 3)])
+def test_more(n, expected):
+    assert half(n) == expected
+
+def test_odd():
+    with pytest.raises(ValueError):
+        half(3)
+"""
+UNITTEST = """
+import unittest
+
+class Halves(unittest.TestCase):
+    def setUp(self):
+        self.n = 4
+
+    def test_even(self):
+        self.assertEqual(half(self.n), 2)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+HALF = block("def half(n):\n    if n % 2: raise ValueError(n)\n    return n // 2")
+
 # Different ways to be right.
 RIGHT: dict[str, tuple[Any, str]] = {
     "completion": (ADD, "    return sum(values)\n"),
@@ -193,6 +259,63 @@ RIGHT: dict[str, tuple[Any, str]] = {
         {"fn_name": "f", "inputs": ["a b\n3", ["cd", 1]], "outputs": ["a ba ba b", "cd"]},
         block("def f(text, n): return text * n"),
     ),
+    "a chain of nodes": (REVERSED, block(REVERSE)),
+    "a chain of nodes of its own": (REVERSED, block(NODES + REVERSE)),
+    "a ring of nodes": (
+        humaneval(
+            NODES,
+            """
+            def check(candidate):
+                a = ListNode(1, ListNode(2))
+                assert not candidate(a)
+                a.next.next = a
+                assert candidate(a) and a.val == 3
+            """,
+            "ring",
+        ),
+        block("def ring(a):\n    a.val += 1\n    return a.next.next is a"),
+    ),
+    "tests of pytest": (PYTEST, HALF),
+    "tests of pytest in a class": (
+        "from solution import half\nclass TestHalf:\n    def test(self): assert half(2) == 1",
+        HALF,
+    ),
+    "tests of unittest": (UNITTEST, HALF),
+    "asserts of a script": ("if __name__ == '__main__':\n    assert half(2) == 1", HALF),
+    "cases of a problem": (
+        {
+            "language": "python",
+            "test_cases": [{"type": "stdin_stdout", "input": "2\n", "output": "4\n", "fn_name": None}],
+        },
+        block("print(int(input()) ** 2)"),
+    ),
+    "cases of a function": (
+        {"test_cases": [{"type": "function_call", "fn_name": "half", "input": [4], "output": [2]}]},
+        HALF,
+    ),
+    "metadata as text": ([{"input": "4", "output": "2", "metadata": '{"func_name": "half"}'}], HALF),
+    "values of the standard library": (
+        [
+            "import datetime\nassert later(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)",
+            "from decimal import Decimal\nassert third(Decimal('0.3')) == Decimal('0.1')",
+            "from collections import deque\nassert turned(deque([1, 2, 3])) == deque([3, 2, 1])",
+            "assert point(1, 2).x == 1 and point(1, 2) == (1, 2)",
+        ],
+        block("""
+            from datetime import timedelta
+            from collections import namedtuple
+            point = namedtuple('point', 'x y')
+            def later(day): return day + timedelta(1)
+            def third(x): return x / 3
+            def turned(d):
+                d.reverse()
+                return d
+        """),
+    ),
+    "a function of the test as argument": (
+        ["assert twice(lambda x: x + 1, 3) == 5"],
+        block("def twice(f, x): return f(f(x))"),
+    ),
     "a type as argument": (
         ["assert drop([1, 'a'], str) == [1]"],
         block("def drop(v, kind): return [x for x in v if type(x) is not kind]"),
@@ -232,6 +355,21 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         CALLS,
         block("def pairs(a, b): return [[x, b + 0.5] for x in a]"),
         "AssertionError",
+    ),
+    "tests of pytest": (PYTEST, block("def half(n): return n // 2"), "DID NOT RAISE"),
+    "tests of unittest": (UNITTEST, block("def half(n): return n / 3"), "AssertionError"),
+    "a chain of nodes that calls itself equal": (
+        REVERSED,
+        block("class Solution:\n    def reverse(self, head): return head"),
+        "AssertionError",
+    ),
+    "a class of its own that is equal to all": (
+        [
+            "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n"
+            "assert f(1) == P(2)",
+        ],
+        block("class P:\n    def __eq__(self, o): return True\n    x = 2\ndef f(x): return P()"),
+        "AttributeError",
     ),
     "not wrapped": (
         {"fn_name": "f", "inputs": ["1", "2"], "outputs": ["[1]", "[2, 2]"]},
@@ -312,7 +450,8 @@ def test_same_output(output: str, expected: str, same: bool) -> None:
     [
         *(None, "", "42", "[]", "{}", {"answer": 3}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}),
         *("some words", ["square(2)", "square"], "def check(candidate):\n    assert candidate(1) == 1\n"),
-        *({"fn_name": "os.system", "inputs": ["1"], "outputs": ["1"]}, {"test": "assert f(1)"}, ["assert f(1"]),
+        *({"fn_name": "os.system", "inputs": ["1"], "outputs": ["1"]}, {"test": "f(1"}, ["assert f(1"]),
+        *("def test(tmp_path):\n    assert f(1)", "import no_such_module\nassert f(1)"),
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:

@@ -180,7 +180,7 @@ for name in ("exec", "compile", "isinstance", "len", "getattr", "type", "open"):
 """,
     "patched harness": f"""
 import sys
-for name in ("payload", "launcher", "walls", "__main__"):
+for name in ("payload", "plain", "launcher", "walls", "__main__"):
     module = sys.modules.get(name)
     for key in list(vars(module)) if module else ():
         if callable(getattr(module, key)):
