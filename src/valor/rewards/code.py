@@ -18,7 +18,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from valor.rewards.answers import after_thinking
+from valor.rewards.answers import after_thinking, tagged
 from valor.sandbox import Limits, Sandbox, strongest_level
 from valor.sandbox.payload import same
 
@@ -119,12 +119,14 @@ grade.cpu_bound = True  # type: ignore[attr-defined]  # no more programs at once
 
 
 def extract_code(text: str, name: str = "") -> tuple[str, bool]:
-    """The code in a response, and whether it stood in a fenced block; without any, the whole text.
+    """The code in a response, in its `<answer>` if it has one, and whether it stood in a fenced block; without any, the
+    whole text.
 
     The last Python block counts (without one: the last block that names no language), with `name` the last that
     defines that function. A block that is never closed ends with the text.
     """
     text = after_thinking(text)
+    text = tagged(text) or text
     blocks = [(block[2].lower(), textwrap.dedent(block[3].removesuffix("\n"))) for block in _BLOCK.finditer(text)]
     blocks = [b for language, b in blocks if language in _PYTHON] or [b for language, b in blocks if not language]
     if not blocks:

@@ -411,6 +411,7 @@ def test_the_part_that_passes_is_a_component_and_with_continuous_the_score() -> 
         ("```python\ndef f(): 1\n```\nUse:\n```python\nprint(f())\n```", "f", "def f(): 1"),
         ("```python\ndef f(): 1\n```\nBetter:\n```python\ndef f(): 2\n```", "f", "def f(): 2"),
         ("<think>\n```python\nno\n```\n</think>\n```python\nyes\n```", "", "yes"),
+        ("so <answer>```python\nyes\n```</answer>", "", "yes"),
         ("```python\na\nb", "", "a\nb"),
         ("    return 3\n", "", "    return 3\n"),
     ],
