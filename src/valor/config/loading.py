@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -82,7 +83,19 @@ def dump_yaml(config: Section) -> str:
     """Every key with its value; --config-path and --config-name read it back to an equal tree."""
     text = json.dumps(config.model_dump(mode="json"))
     tree = json.loads(text.replace("${", r"\\${"))  # protected, so that it is not taken for an interpolation
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
+
+
+class _Writer(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes a text that OmegaConf, unlike YAML, would read as a number: 1e5."""
+
+
+def _text(writer: Any, text: str) -> Any:
+    quotes = "'" if re.fullmatch(r"[-+]?[\d_.]+[eE][-+]?\d+", text) else None
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, quotes)
+
+
+_Writer.add_representer(str, _text)
 
 
 def load_yaml(text: str) -> Any:
@@ -131,10 +144,11 @@ def _reasons(config: Section, key: str) -> Iterator[str]:
 
 def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
     """Every `only_with` on `key` and on the sections around it: condition, reason, the key whose rule it is."""
-    for rule_key, declared in schema(root).items():
-        if below(key, rule_key):
-            for condition, reason in (declared.declared("only_with") or {}).items():
-                yield condition, reason, rule_key
+    parts, every = key.split("."), schema(root)
+    for rule_key in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+        rules = every[rule_key].declared("only_with") if rule_key in every else None
+        for condition, reason in (rules or {}).items():
+            yield condition, reason, rule_key
 
 
 def _named(condition: str, rule_key: str) -> str:

@@ -112,7 +112,6 @@ def read_records(
     else:
         records = _json_records(file, required)
     for where, record in records:
-        check_text(record, where)
         yield where, record
     if not where:
         raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
@@ -277,6 +276,7 @@ def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, di
                 if not isinstance(value, dict):
                     raise UserError(f"{where}: a row must be a JSON object, got {kind_of(value)}")
                 _require_columns(where, value, required)
+                check_text(value, where)
                 yield where, value
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again") from None
