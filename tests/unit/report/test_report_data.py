@@ -75,7 +75,7 @@ def test_a_folder_without_metrics_is_a_user_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     for text in ("", '{"step": 1, "data": {"loss": 1.0}}\n'):  # the second is verl's form
         (tmp_path / "metrics.jsonl").write_text(text)
-        with pytest.raises(UserError, match="metrics.jsonl holds no metrics"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl holds no metrics"):
             read_run(tmp_path)
 
 
