@@ -126,6 +126,24 @@ def test_the_distance_of_a_run_is_that_of_plain_transformers(form, tiny, teacher
         assert "teacher_log_probs" not in samples[0]
 
 
+def test_a_teacher_reads_tokens_of_the_policys_padding_as_its_last_one(tiny, teacher, overrides, tmp_path):
+    policy, size = tmp_path / "policy", AutoConfig.from_pretrained(teacher).vocab_size
+    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    model.resize_token_embeddings(size + 64, mean_resizing=False)
+    model.save_pretrained(policy)
+    AutoTokenizer.from_pretrained(tiny["model"]).save_pretrained(policy)
+    more = (f"actor_rollout_ref.model.path={policy}", f"trainer.rollout_data_dir={tmp_path / 'rows'}")
+    assert main(overrides(tmp_path / "run", *taught(teacher, *ALONE, *ONE_UPDATE, *more))) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    assert max(max(row["response_ids"]) for row in rows) >= size
+    read = [{**row, "response_ids": [min(i, size - 1) for i in row["response_ids"]]} for row in rows]
+    students, teachers = distributions(policy, rows), distributions(teacher, read)
+    pairs = zip(students, teachers, rows, read, strict=True)
+    gaps = [student.log_prob(tokens(a)) - teacher.log_prob(tokens(b)) for student, teacher, a, b in pairs]
+    step = next(step for step in read_metrics(tmp_path / "run") if "distillation/reverse_kl" in step)
+    assert step["distillation/reverse_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
+
+
 def test_with_a_critic_the_signal_is_a_reward_and_a_resumed_run_is_the_same(teacher, overrides, tmp_path):
     more = taught(teacher, *SIGNAL, f"{LOSS}.signal=reward", f"{LOSS}.distillation_loss_coef=0.5")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

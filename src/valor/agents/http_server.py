@@ -54,7 +54,9 @@ def authorise(request: Request, api_key: str | None) -> None:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Refused: it is none, too long, or too slow."""
+    """The request's JSON object. Refused: it is none, too long, or too slow, or the client has gone."""
+    from starlette.requests import ClientDisconnect
+
     body = b""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -64,6 +66,8 @@ async def read_object(request: Request) -> dict[str, Any]:
                     raise Refused(413, f"the request has more than {_MAX_BYTES} bytes")
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {_BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise Refused(499, "the client has gone") from None
     return parse_object(body)
 
 

@@ -77,17 +77,22 @@ def noise_ceiling(estimates: Tensor) -> float:
     return math.sqrt(max(0.0, 1.0 - noise / total))
 
 
-def advantage_quality(estimates: Tensor, before: Tensor, after: Tensor) -> tuple[float, float]:
-    """Slope of advantage estimates on the true advantages (1: differences arrive in full, on average), and correlation.
+def advantage_quality(estimates: Tensor, before: Tensor, after: Tensor) -> list[tuple[float, float]]:
+    """Of each of L ways to estimate advantages: the slope of estimates on the true advantages (1: differences arrive in
+    full, on average), and their correlation.
 
-    estimates [N]; before, after [N, K]: K ≥ 2 independent samples of the values whose difference is the true advantage,
-    V(s) and Q(s, a). Their noise is taken out of the variance of the truth. NaN where it leaves nothing.
+    estimates [L, N]; before, after [N, K]: K ≥ 2 independent samples of the values whose difference is the true
+    advantage, V(s) and Q(s, a). Their noise is taken out of the variance of the truth, which is at least what estimates
+    explain of it. NaN where it leaves nothing.
     """
-    a, truth = estimates.double(), (after.double() - before.double()).mean(1)
-    if len(a) < 2 or before.shape[1] < 2:
-        return math.nan, math.nan
+    truth = (after.double() - before.double()).mean(1)
+    if len(truth) < 2 or before.shape[1] < 2:
+        return [(math.nan, math.nan)] * len(estimates)
     noise = float((before.double().var(1) + after.double().var(1)).mean()) / before.shape[1]
-    covariance, variance = torch.cov(torch.stack([a, truth])), float(truth.var()) - noise
-    if variance <= 0 or covariance[0, 0] <= 0:
-        return math.nan, math.nan
-    return float(covariance[0, 1]) / variance, float(covariance[0, 1]) / math.sqrt(float(covariance[0, 0]) * variance)
+    covariances = torch.cov(torch.cat([estimates.double(), truth[None]]))
+    shared, spread, variance = covariances[-1, :-1], covariances.diag()[:-1], float(covariances[-1, -1]) - noise
+    if variance <= 0:
+        return [(math.nan, math.nan)] * len(estimates)
+    variance = max(variance, float((shared.square() / spread).nan_to_num(0.0).max()))
+    correlations = (shared / (spread * variance).sqrt()).clamp(-1.0, 1.0)
+    return [*zip((shared / variance).tolist(), correlations.tolist(), strict=True)]

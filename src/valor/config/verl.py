@@ -41,6 +41,7 @@ data.(use_dynamic_bsz pad_mode balance_dp_token num_workers) : micro-batches are
 ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size [1] : rows are whole
 ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size ! rows are whole here: drop it
 data.(tools_key multiturn.tools_key) [tools] : it is where they are read
+data.(enable_thinking_key multiturn.enable_thinking_key) [enable_thinking] : it is where a row says so
 {R}.multi_turn.environment -> {R}.agent.environment
 *.fsdp_config.(strategy ulysses_sequence_parallel_size) -> *.
 {A}.use_remove_padding {A}.megatron.use_remove_padding data.trust_remote_code -> {M}.
@@ -234,7 +235,7 @@ data.return_multi_modal_inputs : samples name the files of their images
 data.(image_* mm_processor_kwargs.*) ! this command reads text: prompts with images are for valor ppo
 data.(tools_key multiturn.tools_key) ! tools are read from the column 'tools': rename it
 data.(enable_thinking_key enable_thinking_default multiturn.enable_thinking_key) ! a row's arguments of the template are
-    in its column 'chat_template_kwargs', those of all in data.apply_chat_template_kwargs
+    in its columns 'enable_thinking' and 'chat_template_kwargs', those of all in data.apply_chat_template_kwargs
 data.(prompt_dict_keys response_dict_keys) ! columns are read whole: write what is inside one into others
 algorithm.state_masking.* ! documents stand between <information> and </information>: drop it
 algorithm.rollout_correction.rollout_rs_threshold_lower ! set rollout_rs_threshold to both bounds, as in 0.5_2.0

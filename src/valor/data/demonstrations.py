@@ -114,7 +114,8 @@ def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple
         response = record[data.response_key]
         if not isinstance(response, str):
             raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")
-        prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user")
+        system = record.get("system")
+        prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user", system=system)
         chat = [*prompt, {"role": "assistant", "content": response}]
     else:
         raise UserError(

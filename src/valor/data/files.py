@@ -2,7 +2,8 @@
 
 A row has `prompt` (a list of messages, each with `role` and `content`), `data_source` (which grader scores it),
 `reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability`, `extra_info`, `agent_name` (which
-loop plays its episodes; it is kept in `extra_info`), `tools` and `chat_template_kwargs` (what the template shows).
+loop plays its episodes; it is kept in `extra_info`), `tools`, `enable_thinking` and `chat_template_kwargs` (for
+the template).
 Files of questions and answers (`valor.data.plain_rows`) are read too.
 """
 
@@ -21,13 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from valor.data.images import Source, parse_images
-from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
+from valor.data.messages import ROW_OPTIONS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.data.plain_rows import QUESTIONS, TRUTHS, is_plain, read_plain
 from valor.errors import UserError, did_you_mean
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("extra_info", "agent_name", "tools", TEMPLATE_KWARGS)
+OPTIONAL_COLUMNS = ("extra_info", "agent_name", *ROW_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ def parse_row(
             f'{where}: \'reward_model\' must be {{"style": "rule", "ground_truth": ...}}, got {kind_of(reward_model)}'
         )
     truth = reward_model.get("ground_truth")
+    if isinstance(truth, float) and truth.is_integer() and abs(truth) < 2**53:
+        truth = int(truth)  # as whole numbers come out of a table of pandas in which one is missing
     if isinstance(truth, bytes):  # no grader would find an answer equal to it
         raise UserError(f"{where}: the ground truth must be text or a number, got {kind_of(truth)}: decode the column")
     extra_info = record.get("extra_info")
@@ -284,9 +287,17 @@ def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, di
 
 def _parse_json(text: str, where: str, advice: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON ({error}); {advice}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """ValueError: a name is there twice, of which json keeps one without a word."""
+    if len(entries := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' is there twice")
+    return entries
 
 
 def _require_columns(where: str, present: Collection[str], required: Sequence[str]) -> None:

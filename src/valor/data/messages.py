@@ -11,8 +11,9 @@ from valor.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
 
-TEMPLATE_KWARGS = "chat_template_kwargs"
-"""The column with a row's own arguments of the chat template."""
+TEMPLATE_KWARGS, _THINKS = "chat_template_kwargs", "enable_thinking"
+ROW_OPTIONS = ("tools", TEMPLATE_KWARGS, _THINKS)
+"""The columns with a row's own arguments of the chat template."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
@@ -25,15 +26,17 @@ _CALLED = {"human": "user", "gpt": "assistant"}
 _CALLED |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 
 
-def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
+def parse_messages(
+    value: Any, where: str, name: str, text_role: str | None = None, system: Any = None
+) -> list[dict[str, Any]]:
     """The column `name` of a record as messages. Text is read by `as_messages`; if there is no role, it lists some.
 
-    A message's null fields are left out, and calls are as `with_calls` has them. UserError: no list of messages with
-    `role` and `content`.
+    A message's null fields are left out, its content in parts of text is joined, and calls are as `with_calls` has
+    them. UserError: no list of messages with `role` and `content`.
     """
     if isinstance(value, str) and (text_role is not None or _LISTED.match(value)):
         try:
-            value = as_messages(value, text_role or "user")
+            value = as_messages(value, text_role or "user", system)
         except UserError as error:
             raise UserError(f"{where}: '{name}' {error}") from None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -48,6 +51,8 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
         if not isinstance(raw, Mapping):
             raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {kind_of(raw)}")
         message = with_calls(_without_nulls(raw), where, name)
+        if (parts := message.get("content")) and isinstance(parts, list) and all(map(_is_text, parts)):
+            message["content"] = "".join(part["text"] for part in parts)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 has = "" if key in raw else f" (it has {', '.join(map(str, raw))}: rename them)"
@@ -58,9 +63,10 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
     return messages
 
 
-def as_messages(value: Any, role: str = "user") -> Any:
+def as_messages(value: Any, role: str = "user", system: Any = None) -> Any:
     """Text as messages: those that it lists in JSON or as Python prints them, the turns of a transcript that ends with
-    `Assistant:`, else one message of `role`. Other values as they are. UserError: it lists some in another way."""
+    `Assistant:`, else one message of `role`; before these two the text of the row's `system`, if it has any. Other
+    values as they are. UserError: it lists some in another way."""
     if not isinstance(value, str):
         return value
     if _LISTED.match(value):
@@ -70,7 +76,8 @@ def as_messages(value: Any, role: str = "user") -> Any:
         raise UserError(f"is a list of messages as text, and not in JSON: write it with json.dumps ({value[:40]!r})")
     turns = transcript_turns(value)
     asks = role == "user" and turns[-1:] == [{"role": "assistant", "content": ""}]
-    return turns[:-1] if asks else [{"role": role, "content": value}]
+    told = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    return told + (turns[:-1] if asks else [{"role": role, "content": value}])
 
 
 def transcript_turns(text: str) -> list[dict[str, str]]:
@@ -103,9 +110,9 @@ def with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A row's arguments of the chat template: its column `tools`, and the entries of `chat_template_kwargs`.
-
-    Each may be JSON text. UserError: no list of schemas, or no dictionary.
+    """A row's arguments of the chat template: its columns `tools` and `enable_thinking`, and the entries of
+    `chat_template_kwargs`, which go before. Each may be JSON text. UserError: no list of schemas, true or false, or
+    dictionary.
     """
     tools = _from_json(record.get("tools"), where, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -113,7 +120,11 @@ def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     kwargs = _from_json(record.get(TEMPLATE_KWARGS), where, TEMPLATE_KWARGS) or {}
     if not isinstance(kwargs, Mapping):
         raise UserError(f"{where}: '{TEMPLATE_KWARGS}' must be a dictionary, got {kind_of(kwargs)}")
-    return {**_without_nulls(kwargs), **({"tools": tools} if tools else {})}
+    thinks = _from_json(record.get(_THINKS), where, _THINKS)
+    if thinks not in (None, 0, 1):
+        raise UserError(f"{where}: '{_THINKS}' must be true or false, got {kind_of(thinks)}")
+    thinking = {} if thinks is None else {_THINKS: bool(thinks)}
+    return {**thinking, **_without_nulls(kwargs), **({"tools": tools} if tools else {})}
 
 
 def check_text(record: Mapping[str, Any], where: str) -> None:
@@ -157,6 +168,10 @@ def _from_json(value: Any, where: str, name: str) -> Any:
     if parsed is not value:
         check_text({name: parsed}, where)
     return parsed
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _has_half(value: Any) -> bool:

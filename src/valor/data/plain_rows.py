@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from valor.data.messages import TEMPLATE_KWARGS, as_messages
+from valor.data.messages import ROW_OPTIONS, as_messages
 from valor.errors import UserError
 
 QUESTIONS = ("prompt", "question", "problem")
@@ -21,8 +21,8 @@ def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool
 def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
     """A row with a `prompt`, `question` or `problem` (text or messages) and any other columns, as prompt files have it.
 
-    Text is a user's message. Other columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
-    ground truth. The data source is "own" by default. UserError: there is no prompt.
+    Text is a user's message, behind the text of `system`. Other columns go into `extra_info`; `ground_truth`, `answer`
+    or `solution` is also the ground truth. The data source is "own" by default. UserError: there is no prompt.
     """
     key = prompt_column(row, prompt_key)
     source = row.get(source_key)
@@ -30,10 +30,10 @@ def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: s
     info = {name: value for name, value in row.items() if name not in (*_ROW_COLUMNS, key, source_key)}
     extra = row.get("extra_info") or {}
     return {
-        prompt_key: as_messages(row[key]),
+        prompt_key: as_messages(row[key], system=row.get("system")),
         source_key: "own" if source is None else source,
         "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
-        **{name: row.get(name) for name in ("agent_name", "tools", TEMPLATE_KWARGS)},
+        **{name: row.get(name) for name in ("agent_name", *ROW_OPTIONS)},
         "extra_info": {**info, **extra} if isinstance(extra, Mapping) else extra,  # which parse_row refuses
     }
 

@@ -171,7 +171,7 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     """One checked record. UserError: what is wrong with it."""
     prompt = record.get(data.prompt_key)
     if prompt is not None:
-        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")
+        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user", system=record.get("system"))
     answers, questions = [], []
     for key in (data.chosen_key, data.rejected_key):
         text = record[key]

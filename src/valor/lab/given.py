@@ -160,9 +160,8 @@ def demonstration_row(row: Row) -> Row:
         return row | {"response": completion}
     if completion is None:
         return row
-    before = (
-        {**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in as_messages(row[prompt_column(row)])
-    )
+    prompt = as_messages(row[prompt_column(row)], system=row.get("system"))
+    before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in prompt)
     return row | {"messages": [*before, *completion]}
 
 

@@ -148,17 +148,18 @@ def _monte_carlo(judged: Judged, branches: Branches, gamma: float) -> dict[str, 
             "high": high,
             "p": sign_flip_p([share - 0.5 for share in agreements]) if agreements else None,
         },
-        "lambdas": [_advantages(judged, branches, gamma, lam) for lam in _LAMBDAS],
+        "lambdas": _by_lambda(judged, branches, gamma),
         "scatter": {"value": values.tolist(), "truth": truth.tolist()},
     }
 
 
-def _advantages(judged: Judged, branches: Branches, gamma: float, lam: float) -> dict[str, float | None]:
-    """How well this λ's advantages tell the true ones: `slope` and `correlation` of `advantage_quality`."""
+def _by_lambda(judged: Judged, branches: Branches, gamma: float) -> list[dict[str, float | None]]:
+    """How well each λ's advantages tell the true ones: `slope` and `correlation` of `advantage_quality`."""
     rewards = place_at_end(value_at_end(judged.returns, judged.mask), judged.mask)
-    advantages, _ = token_gae(rewards, judged.values, judged.mask, gamma, (lam, lam))
-    slope, correlation = advantage_quality(advantages[branches.rows, branches.tokens], branches.returns, branches.after)
-    return {"lam": lam, "slope": _finite(slope), "correlation": _finite(correlation)}
+    by_lambda = [token_gae(rewards, judged.values, judged.mask, gamma, (lam, lam))[0] for lam in _LAMBDAS]
+    estimates = torch.stack(by_lambda)[:, branches.rows, branches.tokens]
+    found = zip(_LAMBDAS, advantage_quality(estimates, branches.returns, branches.after), strict=True)
+    return [{"lam": lam, "slope": _finite(slope), "correlation": _finite(r)} for lam, (slope, r) in found]
 
 
 def _with_interval(statistic: Callable[[Tensor], float], prompts: Sequence[int]) -> dict[str, float | None]:

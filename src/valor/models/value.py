@@ -96,10 +96,9 @@ class ValueModel(RowReader):
         raw: also `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        compact = self.compact(rows)
-        if compact.images is None:  # a policy with more rows of padding in its vocabulary samples what this one has not
-            last = self.hf.config.get_text_config().vocab_size - 1
-            compact = replace(compact, input_ids=compact.input_ids.clamp(max=last))
+        compact, last = self.compact(rows), self.hf.config.get_text_config().vocab_size - 1
+        # A policy with more rows of padding in its vocabulary samples what this one has not.
+        compact = replace(compact, input_ids=compact.input_ids.clamp(max=last))
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         out = {"values": compact.scatter(self.reading.values(outputs))}

@@ -63,7 +63,7 @@ def read_run(run_dir: Path) -> RunData:
     metrics, histograms = as_series(steps)
     info = read_run_info(run_dir)
     if not metrics and not info.get("stopped"):
-        raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
+        raise UserError(f"{path} holds no metrics: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = read_yaml(config_file) if config_file.is_file() else {}
     diagnosis = Diagnosis(flatten(config or {}))
@@ -143,8 +143,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = json.loads(line, parse_constant=lambda _: None)  # NaN and infinities, of other programs
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # no newline behind it: the writer was stopped in the middle
                 break
             raise UserError(f"{path}: line {number} is not JSON: remove that line and try again") from error

@@ -28,6 +28,7 @@ class TeacherWorker(ModelRole):
         model = teacher_model(config, teacher)
         self._temperature = teacher.temperature
         self._limits = {"max_tokens": section.log_prob_max_token_len_per_gpu, "max_rows": section.max_rows}
+        self._last_token = int(load_model_config(model).get_text_config().vocab_size) - 1
         super().__init__(context, section, model, partial(load_policy, model), trainable=False)
         if teacher.update_rate is not None:
             policy = context.roles["actor"].engine
@@ -46,9 +47,12 @@ class TeacherWorker(ModelRole):
 
     @Dispatch("dp", reads=ROW_FIELDS)
     def compute_log_probs(self, batch: Batch) -> Batch:
-        """`teacher_log_probs` [B, T]."""
+        """`teacher_log_probs` [B, T]; tokens that only the padding of the policy's vocabulary has count as its last."""
+        rows = batch.select(ROW_FIELDS)
+        for name in ("prompts", "responses"):
+            rows[name] = rows[name].clamp(max=self._last_token)
         with self.on_device() as engine:
-            out = engine.forward(batch.select(ROW_FIELDS), **self._limits, temperature=batch.meta["temperature"])
+            out = engine.forward(rows, **self._limits, temperature=batch.meta["temperature"])
         return Batch({"teacher_log_probs": out["log_probs"]})
 
     @Dispatch("all")

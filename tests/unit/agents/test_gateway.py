@@ -115,6 +115,34 @@ def test_what_is_refused(gateway):
     talk(gateway, conversation)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 404), ("POST", "/chat/completions", 404), ("PUT", "/sessions/a/v1/models", 405)],
+)
+def test_what_is_not_served_is_an_error_in_openais_form(gateway, method, path, status):
+    reply = httpx2.request(method, f"{gateway.address}{path}")
+    error = reply.json()["error"]
+    assert reply.status_code == status and error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{method} {path} is not served: only POST …/v1/chat/completions")
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error(gateway, caplog):
+    async def conversation(post, session):
+        host, port = gateway.address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        url = next(name for name, other in gateway._sessions.items() if other is session)
+        head = f"POST /sessions/{url}/v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n"
+        writer.write(f'{head}Authorization: Bearer {session.key}\r\n\r\n{{"a'.encode())
+        await writer.drain()
+        await asyncio.sleep(0.1)  # until it is read
+        writer.close()
+        await asyncio.sleep(0.1)
+        assert (await post({"messages": QUESTION})).status_code == 200
+        assert not [record for record in caplog.records if record.exc_info]
+
+    talk(gateway, conversation)
+
+
 def test_what_was_refused_has_not_been_told(gateway):
     """A program that shortens a result which was too long is answered from what it says then."""
 

@@ -80,13 +80,22 @@ def test_sft_aliases():
         "data.pad_mode=no_padding",
         "data.num_workers=8",
     ]
-    loaded = load([*older, *unread, "data.multiturn.messages_key=chat", "data.tools_key=tools"], SFTConfig)
+    loaded = load(
+        [
+            *older,
+            *unread,
+            "data.multiturn.messages_key=chat",
+            "data.tools_key=tools",
+            "data.enable_thinking_key=enable_thinking",
+        ],
+        SFTConfig,
+    )
     model, optim = loaded.config.model, loaded.config.optim
     assert (model.path, model.custom_chat_template, optim.lr_scheduler_type) == ("m", "x", "cosine")
-    assert loaded.config.data.messages_key == "chat" and len(loaded.notes) == 10
+    assert loaded.config.data.messages_key == "chat" and len(loaded.notes) == 11
     for given, words in {
         "data.prompt_dict_keys=[question]": "columns are read whole",
-        "data.enable_thinking_key=thinks": "in its column 'chat_template_kwargs'",
+        "data.enable_thinking_key=thinks": "in its columns 'enable_thinking' and 'chat_template_kwargs'",
         "engine.ulysses_sequence_parallel_size=2": "rows are whole here",
         "data.tools_key=functions": "tools are read from the column 'tools'",
     }.items():

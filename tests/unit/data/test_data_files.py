@@ -81,6 +81,21 @@ def test_optional_columns_and_other_names(tmp_path: Path) -> None:
     assert row == DataRow(f"{path}, line 1", [{"role": "user", "content": "?"}], "s", ground_truth=3)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_column_says_whether_a_row_thinks_and_parts_of_text_are_one_text(tmp_path: Path, kind: str) -> None:
+    parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    rows = [record(prompt=[{"role": "user", "content": parts}], enable_thinking=thinks) for thinks in (True, False)]
+    file = tmp_path / f"a.{kind}"
+    write_parquet({file: rows}) if kind == "parquet" else jsonl(file, *rows)
+    assert [row.template for row in read_rows(file)] == [{"enable_thinking": True}, {"enable_thinking": False}]
+    assert read_rows(file)[0].messages == [{"role": "user", "content": "1 + 1?"}]
+    jsonl(tmp_path / "b.jsonl", record(enable_thinking="no"))
+    fails(tmp_path / "b.jsonl", "line 1: 'enable_thinking' must be true or false, got str ('no')")
+    picture = [*parts, {"type": "image_url", "image_url": {}}]
+    jsonl(tmp_path / "c.jsonl", record(prompt=[{"role": "user", "content": picture}]))
+    fails(tmp_path / "c.jsonl", "line 1: 'content' of message 0 must be text, got list")
+
+
 def test_null_keys_that_parquet_adds_to_messages_are_dropped(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "eve"}]
     write_parquet({tmp_path / "a.parquet": [record(prompt=messages)]})
@@ -143,6 +158,8 @@ def test_malformed_files(tmp_path: Path) -> None:
     fails(tmp_path / "j.parquet", "j.parquet, row 0: the ground truth must be text or a number, got bytes (\"b'2'\")")
     (tmp_path / "c.jsonl").write_text(json.dumps(record()) + "\n{oops\n")
     fails(tmp_path / "c.jsonl", "c.jsonl, line 2: is not JSON")
+    (tmp_path / "k.jsonl").write_text(json.dumps(record()) + "\n" + json.dumps(record())[:-1] + ', "prompt": []}\n')
+    fails(tmp_path / "k.jsonl", "k.jsonl, line 2: is not JSON ('prompt' is there twice)")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(json.dumps(record()).encode())[:-9])
     fails(tmp_path / "d.jsonl.gz", "cannot be read")
     (tmp_path / "e.jsonl.gz").write_text(json.dumps(record()))
@@ -192,11 +209,11 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, change: dict[str, Any], words
 )
 @pytest.mark.parametrize("half", [b"\\ud83d", b"\\udE00", "\ud83d".encode(errors="surrogatepass")])
 def test_half_of_a_surrogate_pair_is_told_with_row_and_column(tmp_path: Path, column: str, half: bytes) -> None:
-    line = json.dumps(record())[:-1].encode() + b", " + column.encode().replace(b"HALF", half) + b"}"
+    name = column[1 : column.index(":") - 1]
+    others = {key: value for key, value in record().items() if key != name}
+    line = json.dumps(others)[:-1].encode() + b", " + column.encode().replace(b"HALF", half) + b"}"
     (tmp_path / "a.jsonl").write_bytes(json.dumps(record()).encode() + b"\n" + line + b"\n")
-    fails(
-        tmp_path / "a.jsonl", "a.jsonl, line 2", f"'{column[1 : column.index(':') - 1]}' has half of a surrogate pair"
-    )
+    fails(tmp_path / "a.jsonl", "a.jsonl, line 2", f"'{name}' has half of a surrogate pair")
     (tmp_path / "b.jsonl").write_bytes(line.replace(half, b"\\ud83d\\ude00"))
     assert len(read_rows(tmp_path / "b.jsonl")) == 1
 

@@ -271,6 +271,14 @@ def test_a_prompts_own_turns_are_not_learnt(tmp_path: Path) -> None:
     assert learnt(CHATML, row) == [CHAT[1]["content"] + "<|end|>"]
 
 
+def test_a_column_system_stands_before_a_prompt_of_text_and_parts_are_one_text(tmp_path: Path) -> None:
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", system="Be kind.", prompt="Q", response="A")
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Q"}]
+    chat.append({"role": "assistant", "content": [{"type": "text", "text": "A"}]})
+    (same,) = demonstrations(CHATML, tmp_path / "d.jsonl", messages=chat)
+    assert row == same and learnt(CHATML, row) == ["A<|end|>"] and "Be kind." in text_of(CHATML, row.tokens)
+
+
 def test_the_column_of_messages_may_be_null_where_another_file_had_them(tmp_path: Path) -> None:
     """As it is in a table that was joined of both kinds of rows."""
     (row,) = demonstrations(CHATML, tmp_path / "c.parquet", messages=None, prompt=CHAT[:5], response="A3")

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +40,22 @@ def test_usual_names_of_columns_are_understood(tmp_path, kind, row, source, trut
     assert len(rows) == count_rows(file) == 3
     assert (rows[2].messages, rows[2].data_source, rows[2].ground_truth) == (USER, source, truth)
     assert rows[2].extra_info == extra
+
+
+def test_what_a_row_says_besides_the_question_is_read(tmp_path):
+    row = {"question": "1+1=", "answer": 2, "system": "Think.", "enable_thinking": False}
+    (plain,) = read_rows(written(tmp_path, "jsonl", [row]))
+    assert plain.messages == [{"role": "system", "content": "Think."}, *USER]
+    assert plain.template == {"enable_thinking": False}
+    (whole,) = read_rows(written(tmp_path, "jsonl", [row | {"question": USER, "system": " "}]))
+    assert whole.messages == USER
+
+
+def test_whole_numbers_that_a_table_of_pandas_made_floats_are_whole(tmp_path):
+    file = tmp_path / "a.parquet"
+    pd.DataFrame({"question": ["a", "b", "c"], "answer": [2, None, 2.5]}).to_parquet(file)
+    truths = [row.ground_truth for row in read_rows(file)]
+    assert truths == [2, None, 2.5] and type(truths[0]) is int
 
 
 def test_prompt_files_stay_what_they_are_and_others_are_told_the_way(tmp_path):

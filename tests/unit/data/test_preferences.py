@@ -78,6 +78,13 @@ def test_a_system_message_of_the_prompt_is_not_lost(tmp_path, chat):
         assert pair.prompt == [SYSTEM, USER, GOOD, USER]
 
 
+def test_a_column_system_stands_before_a_prompt_of_text(tmp_path):
+    chats = {"chosen": [USER, GOOD], "rejected": [USER, {**BAD, "content": [{"type": "text", "text": "No."}]}]}
+    for row, prompt in ((PAIR, [SYSTEM, USER]), (PAIR | chats, [SYSTEM, USER]), (chats, [USER])):
+        (pair,) = read(write(tmp_path / "p.jsonl", row | {"system": "Be kind."}))
+        assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, GOOD, BAD)
+
+
 @pytest.mark.parametrize("written", [json.dumps, str])
 def test_messages_as_text_are_messages(tmp_path, written):
     """As a table that holds texts alone has them, in JSON or as Python prints them; and Anthropic's prompts."""

@@ -147,3 +147,19 @@ def test_advantages_by_lambda_against_all_walks():
         assert by["correlation"] == pytest.approx(float(correlation), abs=0.04)
     best = max(found, key=lambda by: by["correlation"])
     assert found[0]["lam"] < best["lam"] < 1.0  # what an error costs and what noise costs, weighed
+
+
+def test_no_correlation_of_few_branches_is_beyond_one_and_the_order_of_lambdas_stays():
+    """Two branches a state say little about how the true advantages vary: less than what the estimates share with them
+    would need."""
+    generator, beyond = torch.Generator().manual_seed(0), 0
+    for _ in range(40):
+        values, returns = (torch.rand(3, 4, generator=generator) for _ in range(2))
+        rows, tokens = torch.arange(3).repeat_interleave(2), torch.tensor([0, 2]).repeat(3)
+        before, after = (torch.rand(6, 2, generator=generator).round() for _ in range(2))
+        judged = Judged(values, returns[:, -1:].repeat(1, 4), torch.ones(3, 4), torch.ones(3).bool(), [0, 1, 2])
+        found = scorecard(judged, Branches(rows, tokens, before, after))["monte_carlo"]["lambdas"]
+        correlations = [by["correlation"] for by in found if by["correlation"] is not None]
+        assert all(-1.0 <= r <= 1.0 for r in correlations)
+        beyond += any(abs(r) > 0.9999 for r in correlations) and len({*correlations}) == len(correlations)
+    assert beyond > 3

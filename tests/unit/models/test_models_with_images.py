@@ -167,6 +167,19 @@ def test_a_file_that_is_gone_is_told(seen: Seen) -> None:
         seen.policy()(rows)
 
 
+def test_a_critic_reads_tokens_that_only_the_policys_padding_has_as_its_last_one(seen: Seen) -> None:
+    critic = load_value_model(
+        CriticModelConfig(path=seen.path, enable_gradient_checkpointing=False, value_head_init="normal")
+    )
+    size, read = critic.hf.config.get_text_config().vocab_size, []
+    for token in (size + 2, size - 1):
+        rows = seen.rows
+        rows["responses"] = rows["responses"].index_fill(1, torch.tensor([0]), token)
+        with torch.no_grad():
+            read.append(critic(rows)["values"])
+    assert torch.equal(*read)
+
+
 def test_a_critic_is_published_and_loads_without_valor(seen: Seen, tmp_path: Path, without_valor: Any) -> None:
     model = CriticModelConfig(path=seen.path, enable_gradient_checkpointing=False, value_head_init="normal")
     critic, rows = load_value_model(model), seen.rows

@@ -32,6 +32,15 @@ def test_lines_of_one_step_are_merged_and_an_unfinished_one_is_left_out(tmp_path
     }
 
 
+def test_numbers_that_are_not_finite_are_gaps_of_a_page(tmp_path):
+    """Other programs write NaN and Infinity, which are no JSON."""
+    lines = ('{"step": 1, "timing_s/step": NaN, "loss": 1}', '{"step": 2, "loss": -Infinity, "a": Infinity}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert as_series(read_steps(tmp_path / "metrics.jsonl"))[0]["loss"] == Series([1, 2], [1, None])
+    data = build_report(tmp_path).read_text().partition('id="run-data">')[2].partition("</script>")[0]
+    assert "NaN" not in data and "Infinity" not in data
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{half\n", "line 2 is not JSON"), ('{"loss": 1}\n', "line 2 has no step"), ("[1]\n", "line 2 has no step")],
@@ -64,8 +73,10 @@ def test_a_folder_without_metrics_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl.*trainer\.logger"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="is empty"):
-        read_run(tmp_path)
+    for text in ("", '{"step": 1, "data": {"loss": 1.0}}\n'):  # the second is verl's form
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(UserError, match=r"metrics\.jsonl holds no metrics"):
+            read_run(tmp_path)
 
 
 def test_a_run_that_ended_in_its_first_step_has_a_report_that_says_why(tmp_path):
