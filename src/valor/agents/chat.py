@@ -7,15 +7,16 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation c
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
 
 from valor.agents.episode import EpisodeFailed
+from valor.agents.formats import FORMATS, Format, Parsed, ToolCall
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
 from valor.data.messages import with_calls
 from valor.data.prompts import render
-from valor.data.templates import keeps
+from valor.data.templates import PROBE, keeps, written_call
 from valor.errors import UserError
 from valor.rollout.base import Output, StopTexts
 
@@ -37,6 +38,7 @@ class Chat:
     ) -> None:
         self.tokenizer, self._template_kwargs, self._images = tokenizer, dict(template_kwargs or {}), images
         self._shown: dict[str, bool] = {}
+        self._format: Format | None = None
         added = [*tokenizer.added_tokens_decoder.values()]
         self._control = {"\ue000", *(str(token) for token in added if token.special)}
         names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
@@ -47,10 +49,31 @@ class Chat:
                 "take a model with a byte-level tokenizer"
             )
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def use_format(self, name: str) -> None:
+        """Take the format of calls of this name; `auto`: the one that the template writes."""
+        self._format = None if name == "auto" else FORMATS[name]
+
+    @property
+    def format(self) -> Format:
+        """The format of calls: hermes for a template that writes none. UserError: no format reads what it writes."""
+        if self._format is None:
+            call = written_call(self.tokenizer, self._template_kwargs)
+            fitting = (one for one in FORMATS.values() if one(call or "", ()) == ([ToolCall(PROBE, {})], ""))
+            self._format = next(fitting, None if call else FORMATS["hermes"])
+        if self._format is None:
+            written = f"the chat template writes tool calls that no format reads with certainty ({call!r:.150})"
+            raise UserError(
+                f"{written}: set rollout.multi_turn.format to one of {', '.join(FORMATS)}, or to one of yours"
+            )
+        return self._format
+
+    def parse(self, text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+        return self.format(text, schemas)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **options: Any) -> str:
         """The text that the policy is to continue."""
         more = {"tools": list(tools)} if tools else {}
-        return render(self.tokenizer, messages, {**self._template_kwargs, **more})
+        return render(self.tokenizer, messages, {**self._template_kwargs, **more, **options})
 
     def shows(self, part: str) -> bool:
         """Whether the template renders this part of conversations (`valor.data.templates`). One that it refuses by
@@ -185,20 +208,8 @@ class Conversation:
 
         Returns the ids that follow its turn; None: `token_ids` are a new prompt in place of all before.
         """
-        before, earlier, added = self._text, self.messages, self._chat.safe(messages)
-
-        def rendered(answer: str) -> str:
-            self.messages = [*earlier, {"role": "assistant", "content": answer}, *added]
-            return self._chat.render(self.messages, self._tools)
-
-        self._text = rendered(self._answer)
-        start = self._end_of_answer(before)
-        if start is None:
-            # The prompt may have opened what the answer goes on with, such as a thought: then it is part of the answer.
-            header, mark, _ = rendered(_ANSWER).partition(_ANSWER)
-            opened = before.removeprefix(header) if mark and before.startswith(header) else ""
-            self._text = rendered(opened + self._answer)
-            start = self._end_of_answer(before)
+        added = self._chat.safe(messages)
+        start = self._start_of(added)
         if start is None:
             self.token_ids, self.images = self._chat.ids_with_images(self._text, _files(self.messages))
             return None
@@ -206,6 +217,72 @@ class Conversation:
         self.images = _joined(self.images, images, len(self.token_ids))
         self.token_ids += ids
         return ids
+
+    def _start_of(self, added: Sequence[Message]) -> int | None:
+        """Add the answer and what follows; where, in the text, that starts. None: the text has another history.
+
+        The answer is content, in its own words. Where these cannot be found again, or the template knows calls, results
+        and thoughts in fields of their own alone, it is a message in parts.
+        """
+        before, earlier, said = self._text, self.messages, {"role": "assistant", "content": self._answer}
+        in_words: tuple[list[Message], str] | None = None
+
+        def render(answer: Message) -> None:
+            self.messages = [*earlier, answer, *added]
+            self._text = self._chat.render(self.messages, self._tools)
+
+        with suppress(UserError):
+            render(said)
+            if (start := self._end_of_answer(before)) is not None:
+                return start
+            # The prompt may have opened what the answer goes on with, such as a thought: then it is part of the answer.
+            marked = [*earlier, {**said, "content": _ANSWER}, *added]
+            header, mark, _ = self._chat.render(marked, self._tools).partition(_ANSWER)
+            opened = before.removeprefix(header) if mark and before.startswith(header) else ""
+            render({**said, "content": opened + self._answer})
+            if (start := self._end_of_answer(before)) is not None:
+                return start
+            in_words = self.messages, self._text
+        with suppress(UserError) if in_words else nullcontext():
+            parts = self._in_parts(added)
+            if in_words is None or "tool_calls" in parts:
+                try:
+                    render(parts)
+                except UserError:  # by what the policy wrote, maybe
+                    render(parts := {**parts, "content": ""})
+                if (start := self._end_of_parts(earlier, parts)) is not None or in_words is None:
+                    return start
+        if in_words is not None:
+            self.messages, self._text = in_words
+        return None
+
+    def _in_parts(self, added: Sequence[Message]) -> Message:
+        """The answer with its calls apart, and their ids as in the results that are added."""
+        calls, content = self._chat.parse(self._answer, self._tools)
+        thoughts, end, _ = self._answer.rpartition("</think>")
+        ids = [str(result.get("tool_call_id") or "") for result in added if result["role"] == "tool"]
+        shown = [(call.name, call.arguments) if isinstance(call, ToolCall) else ("malformed", {}) for call in calls]
+        written = [
+            {"id": name_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for (name, arguments), name_id in zip(shown, [*ids, *ids[-1:] * len(shown)], strict=False)
+        ]
+        said: dict[str, Any] = {"role": "assistant", "content": thoughts + end + content}
+        return {**said, "tool_calls": written} if written else said
+
+    def _end_of_parts(self, earlier: Sequence[Message], answer: Message) -> int | None:
+        """As `_end_of_answer`, where the answer is in parts: the template shows them, and changes nothing before."""
+        so_far, turn = (
+            self._chat.render(messages, self._tools, add_generation_prompt=False)
+            for messages in (earlier, [*earlier, answer])
+        )
+        words = [part.strip() for part in re.split("</?think>", answer["content"])]
+        if not (self._end and self._text.startswith(turn) and turn.startswith(so_far)):
+            return None
+        if not all(part in turn[len(so_far) :] for part in words):
+            return None
+        end = self._text.find(self._end, len(turn.rstrip().removesuffix(self._end)))
+        between = self._text[len(turn) : max(end, 0)]
+        return None if end < 0 or between.strip() else end + len(self._end)
 
     def _begin(self, messages: Sequence[Message]) -> None:
         self.messages: list[Message] = list(messages)

@@ -9,7 +9,7 @@ from valor.agents.chat import Conversation, Message
 from valor.agents.compaction import Compaction
 from valor.agents.env import Step, env_source
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
-from valor.agents.formats import FORMATS, Call, Parsed, ToolCall
+from valor.agents.formats import Call, Parsed, ToolCall, call_id
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
 from valor.agents.taskset import env_of_run
 from valor.agents.tool_files import load_sources
@@ -40,7 +40,8 @@ class EnvLoop(AgentLoop):
             raise UserError("environment_agent needs rollout.agent.environment or data.taskset")
         self._toolset = Toolset(sources, multi)
         self.schemas = self._toolset.schemas
-        self._parse = FORMATS[multi.format] if multi.enable or self.schemas else None
+        self.chat.use_format(multi.format)
+        self._parse = self.chat.format if multi.enable or self.schemas else None
         self._most_turns = multi.most_turns
         self._compaction = Compaction(context) if agent.compaction.enable else None
         self._facts = {} if name is None else {"environment": name}
@@ -110,7 +111,7 @@ class EnvLoop(AgentLoop):
         for call, result in zip(calls, results, strict=False):
             records.append(call_record(turn, call, result))
             play.reward(result.reward, turn)
-        return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
+        return [_tool_message(turn, i, *pair) for i, pair in enumerate(zip(calls, results, strict=False))]
 
     def _reply(
         self, play: Play, step: Step, most_turns: float, finish_reason: FinishReason
@@ -169,11 +170,12 @@ def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
     }
 
 
-def _tool_message(call: Call | None, result: ToolResult) -> Message:
+def _tool_message(turn: int, number: int, call: Call, result: ToolResult) -> Message:
     name = {"name": call.name} if isinstance(call, ToolCall) else {}
     shown = [{"type": "image", "file": file} for file in result.images]
     return {
         "role": "tool",
         **name,
+        "tool_call_id": call_id(call, turn, number),
         "content": [*shown, {"type": "text", "text": result.text}] if shown else result.text,
     }

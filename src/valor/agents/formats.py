@@ -5,7 +5,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from jsonschema import Draft202012Validator
@@ -17,12 +18,7 @@ Schema = Mapping[str, Any]
 """OpenAI's description of a function: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 _THINK, _END_THINK = "<think>", "</think>"
-_CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_MARK = re.compile("|".join((_CALL, _END_CALL, _THINK, _END_THINK)))
-_END_PARAMETER = rf"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*(?:{_END_CALL}|\Z)))"
-_PARAMETER = re.compile(rf"\s*<parameter=([^>\n]+)>\n?(.*?){_END_PARAMETER}", re.DOTALL)
-_FUNCTION = re.compile(rf"\s*<function=([^>\n]+)>((?>{_PARAMETER.pattern})*+)\s*</function>\s*", re.DOTALL)
-_BEGINNING = re.compile(r'\s*(?:\{\s*"|<function=)')
+_BEGINNING = re.compile(r'\s*(?:\{\s*"|<function=|[^\s<]+\s*<(?!/))')
 
 
 def valid_text(value: Any) -> Any:
@@ -42,6 +38,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str = field(default="", compare=False)  # empty where the format writes none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", valid_text(self.name))
@@ -59,6 +56,11 @@ class BadCall:
 Call = ToolCall | BadCall
 
 
+def call_id(call: Call, turn: int, number: int) -> str:
+    """What a call is called; where its text does not say, by nine characters, as Mistral's templates want it."""
+    return getattr(call, "id", "") or f"call{turn:03}{number:02}"
+
+
 class Parsed(NamedTuple):
     """The calls in order; the text that is neither a call nor thinking."""
 
@@ -71,22 +73,6 @@ Format = Callable[[str, Sequence[Schema]], Parsed]
 
 FORMATS = Named[Format]("rollout.multi_turn.format")
 register_format = FORMATS.register
-
-
-@register_format("hermes")
-def parse_hermes(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
-    return _parse_tagged(text, _json_call, _json_end)
-
-
-@register_format("qwen3_coder")
-def parse_qwen3_coder(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """`<tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
-
-    A value becomes what the tool's schema takes: JSON, or the text as it is written.
-    """
-    by_name = {schema["function"]["name"]: schema for schema in schemas}
-    return _parse_tagged(text, lambda body: _xml_call(body, by_name), _xml_end, exact=False)
 
 
 def parameters_of(schema: Schema) -> Any:
@@ -103,20 +89,29 @@ def _with_nulls(schema: Any) -> Any:
     return {"anyOf": [plain, {"type": "null"}]} if len(plain) < len(schema) else plain
 
 
-def _parse_tagged(
-    text: str, read: Callable[[str], Call], body_end: Callable[[str, int], int | None], *, exact: bool = True
-) -> Parsed:
-    """Split at the tags of calls and of thinking.
+class _Syntax(NamedTuple):
+    """How calls are written: `read` gives those of a text, and `end(text, start)` is where a well-formed one ends,
+    whatever tags its arguments hold, else None. `exact`: arguments are quoted, so that this end is certain."""
 
-    `body_end(text, start)` is where a well-formed call ends, whatever tags its arguments hold, else None. `exact`:
-    arguments are quoted, so that this end is certain; else one more closing tag behind it makes the call a bad one. An
-    end of thinking without a beginning (chat templates open it in the prompt): all before it was thinking.
+    read: Callable[[str, Sequence[Schema]], list[Call]]
+    end: Callable[[str, int], int | None]
+    exact: bool = True
+
+
+def _parse_tagged(
+    begin: str, close: str, around: str, syntax: _Syntax, text: str, schemas: Sequence[Schema] = ()
+) -> Parsed:
+    """Split at the tags of calls and of thinking; those `around` all calls, a regular expression, say nothing.
+
+    Where a syntax is not exact, one more closing tag behind a call makes it a bad one. An end of thinking without a
+    beginning (chat templates open it in the prompt): all before it was thinking.
     """
+    tags = re.compile("|".join(map(re.escape, (begin, close, _THINK, _END_THINK))))
     content: list[str] = []
     calls: list[Call] = []
     at = called_at = 0
     thought = False
-    while (mark := _MARK.search(text, at)) is not None:
+    while (mark := tags.search(text, at)) is not None:
         content.append(text[at : mark.start()])
         at = mark.end()
         if mark[0] == _THINK:
@@ -125,25 +120,38 @@ def _parse_tagged(
         elif mark[0] == _END_THINK:
             content = [*content, _END_THINK] if thought else []
             calls, thought = calls if thought else [], True
-        elif mark[0] == _END_CALL:
-            if not calls or (not exact and isinstance(calls[-1], ToolCall)):
-                bad = BadCall(
-                    text[called_at : mark.start()],
-                    f"there is a {_END_CALL} without a {_CALL}: is one of the tags of a call in an argument?",
-                )
-                calls[-1:] = [bad]
+        elif mark[0] == close:
+            if not calls or (not syntax.exact and isinstance(calls[-1], ToolCall)):
+                why = f"there is a {close} without a {begin}: is one of the tags of a call in an argument?"
+                calls[-1:] = [BadCall(text[called_at : mark.start()], why)]
         else:
-            body_ends = body_end(text, at)
-            end = text.find(_END_CALL, body_ends or at)
+            body_ends = syntax.end(text, at)
+            end = text.find(close, body_ends or at)
             call = text[at : end if end >= 0 else None]
             _, thinking_ends, rest = call.partition(_END_THINK)
             begins = end >= 0 or _BEGINNING.match(call)
-            if not thought and body_ends is None and thinking_ends and (_CALL in rest or not begins):
+            if not thought and body_ends is None and thinking_ends and (begin in rest or not begins):
                 continue  # thinking, which the prompt has opened, names the tag
-            calls.append(read(call) if end >= 0 else BadCall(call, f"{_CALL} has no {_END_CALL}"))
+            calls += syntax.read(call, schemas) if end >= 0 else [BadCall(call, f"{begin} has no {close}")]
             called_at = at
-            at = end + len(_END_CALL) if end >= 0 else len(text)
-    return Parsed(calls, "".join([*content, text[at:]]).strip())
+            at = end + len(close) if end >= 0 else len(text)
+    return Parsed(calls, re.sub(around, "", "".join([*content, text[at:]])).strip())
+
+
+def _parse_open(
+    begin: re.Pattern[str], following: re.Pattern[str], syntax: _Syntax, text: str, schemas: Sequence[Schema] = ()
+) -> Parsed:
+    """Calls that nothing closes: from where the first begins, one follows the other."""
+    mark = begin.search(text)
+    if mark is None or _END_THINK not in text[mark.end() : syntax.end(text, mark.end())]:  # else it is in an argument
+        text = text.rpartition(_END_THINK)[2].partition(_THINK)[0]
+        mark = begin.search(text)
+    calls, content, at = list[Call](), text[: mark.start() if mark else None], len(text)
+    while mark is not None:
+        at = syntax.end(text, mark.end()) or len(text)
+        calls += syntax.read(text[mark.end() : at], schemas)
+        mark = following.match(text, at)
+    return Parsed(calls, (content + text[at:]).strip())
 
 
 def _json_end(text: str, at: int) -> int | None:
@@ -152,11 +160,6 @@ def _json_end(text: str, at: int) -> int | None:
         return _DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
-
-
-def _xml_end(text: str, at: int) -> int | None:
-    end = function.end() if (function := _FUNCTION.match(text, at)) else -1
-    return end if text.startswith(_END_CALL, end) or end == len(text) else None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -177,15 +180,21 @@ _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _json_call(body: str) -> Call:
-    call = _decoded(body)
+def _json_calls(body: str, _: Sequence[Schema] = ()) -> list[Call]:
+    calls = _decoded(body)
+    return [_json_call(body, call) for call in (calls if calls and isinstance(calls, list) else [calls])]
+
+
+def _json_call(body: str, call: Any) -> Call:
+    """The call that is a value of JSON; `body` is its text, if it is a bad one."""
     if isinstance(call, BadCall):
         return call
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return BadCall(body, 'the call has no "name"')
-    if not isinstance(call.get("arguments"), dict):
-        return BadCall(body, '"arguments" must be a JSON object')
-    return ToolCall(call["name"], call["arguments"])
+    key = "parameters" if "parameters" in call and "arguments" not in call else "arguments"
+    if not isinstance(call.get(key), dict):
+        return BadCall(body, f'"{key}" must be a JSON object')
+    return ToolCall(call["name"], call[key])
 
 
 def _decoded(body: str) -> Any:
@@ -201,20 +210,55 @@ def _decoded(body: str) -> Any:
         return BadCall(body, "it is not valid JSON: a number is too long or not finite")
 
 
-def _xml_call(body: str, schemas: Mapping[str, Schema]) -> Call:
-    function = _FUNCTION.fullmatch(body)
-    if function is None:
-        return BadCall(
-            body, "it must be <function=NAME>, then only <parameter=NAME> ... </parameter>, then </function>"
-        )
-    name, arguments = function[1].strip(), dict[str, Any]()
-    check = Draft202012Validator(parameters_of(schemas[name]) if name in schemas else {})
-    for parameter in _PARAMETER.finditer(body, function.start(2)):
-        key = parameter[1].strip()
-        if key in arguments:
-            return BadCall(body, f"<parameter={key[:60]}> is there twice")
-        arguments[key] = _typed(key, parameter[2], check)
-    return ToolCall(name, arguments)
+def _headed(head: str, shape: str) -> _Syntax:
+    """A name, and perhaps an id, by a regular expression, then a JSON object of arguments."""
+    pattern = re.compile(rf"\s*{head}\s*", re.DOTALL)
+
+    def read(body: str, _: Sequence[Schema] = ()) -> list[Call]:
+        if (found := pattern.match(body)) is None:
+            return [BadCall(body, f"it must be {shape}, then a JSON object")]
+        arguments = _decoded(body[found.end() :].strip().removesuffix("```") or "{}")
+        if isinstance(arguments, BadCall):
+            return [arguments]
+        call = _json_call(body, {"name": found["name"], "arguments": arguments})
+        return [replace(call, id=found["id"]) if isinstance(call, ToolCall) and "id" in pattern.groupindex else call]
+
+    def end(text: str, at: int) -> int | None:
+        return None if (found := pattern.match(text, at)) is None else _json_end(text, found.end())
+
+    return _Syntax(read, end)
+
+
+def _unquoted(head: str, key: tuple[str, str, str], after: str, close: str, shape: str) -> _Syntax:
+    """Values without quotes, which become what the tool's schema takes: JSON, or the text as it is.
+
+    `key`: what stands before an argument's name, between it and its value, and behind that. `after`: what follows the
+    last one, before the closing tag.
+    """
+    before, between, behind = key
+    ends = rf"{behind}(?=\s*(?:{before}{_KEY}{between}|{after}\s*(?:{close}|\Z)))"
+    argument = re.compile(rf"\s*{before}({_KEY}){between}(.*?){ends}", re.DOTALL)
+    call = re.compile(rf"\s*{head}((?>{argument.pattern})*+)\s*{after}\s*", re.DOTALL)
+
+    def read(body: str, schemas: Sequence[Schema]) -> list[Call]:
+        function = call.fullmatch(body)
+        if function is None:
+            return [BadCall(body, f"it must be {shape}")]
+        name, arguments = function["name"].strip(), dict[str, Any]()
+        by_name = {schema["function"]["name"]: schema for schema in schemas}
+        check = Draft202012Validator(parameters_of(by_name[name]) if name in by_name else {})
+        for parameter in argument.finditer(body, function.start(2)):
+            key = parameter[1].strip()
+            if key in arguments:
+                return [BadCall(body, f"the argument {key[:60]} is there twice")]
+            arguments[key] = _typed(key, parameter[2], check)
+        return [ToolCall(name, arguments)]
+
+    def end(text: str, at: int) -> int | None:
+        end = function.end() if (function := call.match(text, at)) else -1
+        return end if text.startswith(close, end) or end == len(text) else None
+
+    return _Syntax(read, end, exact=False)
 
 
 def _typed(key: str, text: str, check: Draft202012Validator) -> Any:
@@ -240,3 +284,79 @@ def _all(errors: Iterable[ValidationError]) -> Iterator[ValidationError]:
     for error in errors:
         yield error
         yield from _all(error.context or ())
+
+
+_NAME, _KEY = r'(?P<name>[^<>"\uff5c\s{}[\]]+)', r'[^<>"\n]+'
+_TOOL = "<\uff5ctool▁{}\uff5c>".format
+_JSON = _Syntax(_json_calls, _json_end)
+_CODER = _unquoted(
+    rf"<function={_NAME}>",
+    ("<parameter=", r">\n?", r"\n?</parameter>"),
+    "</function>",
+    "</tool_call>",
+    "<function=NAME>, then only <parameter=NAME> ... </parameter>, then </function>",
+)
+_GLM = _unquoted(
+    _NAME,
+    ("<arg_key>", r"</arg_key>\s*<arg_value>", "</arg_value>"),
+    "",
+    "</tool_call>",
+    "NAME, then only <arg_key>NAME</arg_key><arg_value> ... </arg_value>",
+)
+_MINIMAX = _unquoted(
+    rf'"?{_NAME}"?>',
+    ('<parameter name="', '">', "</parameter>"),
+    "",
+    "</invoke>",
+    '<invoke name="NAME">, then only <parameter name="NAME"> ... </parameter>, then </invoke>',
+)
+_KIMI = _headed(
+    rf"(?P<id>(?:functions\.)?{_NAME}:\d+)\s*<\|tool_call_argument_begin\|>",
+    "functions.NAME:NUMBER<|tool_call_argument_begin|>",
+)
+_DEEPSEEK = _headed(
+    rf"(?:function{_TOOL('sep')})?{_NAME}\s*(?:```(?:json)?|{_TOOL('sep')})", f"function{_TOOL('sep')}NAME"
+)
+_HARMONY = _headed(rf".*?to=(?:functions\.)?{_NAME}.*?<\|message\|>", "to=functions.NAME<|message|>")
+_ARGS = _headed(rf"{_NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", "NAME[ARGS]")
+_GIVEN = "(?:parameters|arguments)"
+_LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.*"{_GIVEN}|{_GIVEN}"\s*:.*"name)"\s*:)'
+
+parse_hermes = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _JSON)
+parse_qwen3_coder = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _CODER)
+
+
+@register_format("gpt-oss")
+def parse_harmony(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}`."""
+    calls, said = list[Call](), list[str]()
+    for message in re.split(r"<\|(?:end|call|return)\|>", text):
+        head, mark, body = message.partition("<|message|>")
+        if "to=" in head and mark:
+            calls += _HARMONY.read(message, ())
+        elif "analysis" not in head:
+            said.append(body if mark else head)
+    return Parsed(calls, "\n".join(filter(None, said)).strip())
+
+
+@register_format("mistral")
+def parse_mistral(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
+    """`[TOOL_CALLS]` and a JSON list of calls, or `NAME[ARGS]{...}`."""
+    syntax = _JSON if text.partition("[TOOL_CALLS]")[2].lstrip()[:1] in ("[", "{") else _ARGS
+    text = text.replace("[THINK]", _THINK).replace("[/THINK]", _END_THINK)
+    return _parse_open(_TOOL_CALLS, _TOOL_CALLS, syntax, text, schemas)
+
+
+_TOOL_CALLS = re.compile(r"\s*\[TOOL_CALLS\]")
+FORMATS |= {
+    "hermes": parse_hermes,
+    "qwen3_coder": parse_qwen3_coder,
+    "llama3_json": partial(
+        _parse_open, re.compile(_LLAMA, re.DOTALL), re.compile(r"[\s;]*(?:<\|python_tag\|>\s*)?(?=\{)"), _JSON
+    ),
+    "glm": partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _GLM),
+    "minimax": partial(_parse_tagged, "<invoke name=", "</invoke>", "</?minimax:tool_call>", _MINIMAX),
+    "kimi": partial(_parse_tagged, "<|tool_call_begin|>", "<|tool_call_end|>", r"<\|tool_calls_section_\w+\|>", _KIMI),
+    "deepseek_v3": partial(_parse_tagged, _TOOL("call▁begin"), _TOOL("call▁end"), _TOOL(r"calls▁\w+"), _DEEPSEEK),
+}
+FORMATS |= {"glm45": FORMATS["glm"], "kimi_k2": FORMATS["kimi"], "minimax_m2": FORMATS["minimax"]}  # as in vLLM

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
-from valor.agents.formats import BadCall, Format, Parsed, ToolCall
+from valor.agents.formats import BadCall, Format, Parsed, ToolCall, call_id
 from valor.agents.gateway_requests import essence, read_limit, read_messages
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task, copied
@@ -186,7 +186,7 @@ class Session:
             return {"role": "assistant", "content": text}
         tool_calls = [
             {
-                "id": f"call_{len(play.turns)}_{i}",
+                "id": call_id(call, len(play.turns), i),
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from valor.agents.episode import Episode, EpisodeFailed
-from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
 from valor.agents.http_server import listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
@@ -33,11 +32,11 @@ class GatewayLoop(AgentLoop):
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
         self._config = config = rollout.agent.gateway
-        self._parse = FORMATS[rollout.multi_turn.format]
         require_libraries()
         if (config.function is None) == (config.command is None):
             raise UserError(f"agent gateway_agent needs {_KEY}.function or {_KEY}.command, and not both")
         self._function = None if config.function is None else load_object(config.function, f"{_KEY}.function")
+        self.chat.use_format(rollout.multi_turn.format)
 
     @cached_property
     def _gateway(self) -> Gateway:
@@ -51,7 +50,7 @@ class GatewayLoop(AgentLoop):
             self._gateway.close()
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        session = Session(task, generate, self.chat, self.context.limits, self._parse)
+        session = Session(task, generate, self.chat, self.context.limits, self.chat.parse)
         base_url = self._gateway.add(session)
         try:
             if self._function is None:

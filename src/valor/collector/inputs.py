@@ -181,10 +181,14 @@ def _shows_tools(tokenizer: Any) -> bool:
 
 
 def _ask_format(tokenizer: Any, config: PPOConfig) -> None:
-    """Warn of a chat template whose calls `multi_turn.format` does not read: then the policy's never are."""
+    """Warn of a chat template whose calls `multi_turn.format` does not read: then the policy's never are. Warn also of
+    one that writes none."""
     name = config.actor_rollout_ref.rollout.multi_turn.format
     call = written_call(tokenizer, config.data.apply_chat_template_kwargs)
-    if call is not None and not any(isinstance(one, ToolCall) for one in FORMATS[name](call, ()).calls):
+    if name == "auto":
+        if call is None:
+            logger.warning("the chat template writes no tool calls: they are read as rollout.multi_turn.format=hermes")
+    elif call is not None and not any(isinstance(one, ToolCall) for one in FORMATS[name](call, ()).calls):
         key, advice = f"rollout.multi_turn.format={name}", "take another format, or register one of your own"
         logger.warning(
             "%s does not read calls as the chat template writes them: %s: %s", key, " ".join(call.split()), advice

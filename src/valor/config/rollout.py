@@ -107,8 +107,8 @@ class MultiTurnConfig(Section):
     """Seconds that one call of a tool, a search, or a call of a text environment may take."""
     max_tool_error_ratio: Share = key(1.0, f".enable or {_ENV} or do_search")
     """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
-    format: str = key("hermes", f".enable or {_ENV} or {_AGENT}.default_agent_loop=gateway_agent")
-    """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
+    format: str = key("auto", f".enable or {_ENV} or {_AGENT}.default_agent_loop=gateway_agent")
+    """How the policy writes a call: auto (as the chat template), hermes, or another format."""
 
     @property
     def most_turns(self) -> float:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from valor.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_MARK = "Probe7"
+PROBE = _MARK = "Probe7"
 _FUNCTION = {"name": _MARK, "description": _MARK, "arguments": {}, "parameters": {"type": "object", "properties": {}}}
-_CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}
+_CALL = {"id": f"{_MARK}:00", "type": "function", "function": _FUNCTION}
 _QUESTION, _ANSWER = {"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}
 # Parts of conversations that a template may leave out: what users call them, and a conversation with a mark there.
 _PARTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -21,7 +22,14 @@ _PARTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "assistant": ("what the assistant says", [_QUESTION, {**_ANSWER, "content": _MARK}, _QUESTION]),
     "system": ("system messages", [{"role": "system", "content": _MARK}, _QUESTION]),
     "developer": ("developer messages", [{"role": "developer", "content": _MARK}, _QUESTION]),
-    "tool": ("what tools answer", [_QUESTION, _ANSWER, {"role": "tool", "name": "lookup", "content": _MARK}]),
+    "tool": (
+        "what tools answer",
+        [
+            _QUESTION,
+            {**_ANSWER, "content": "", "tool_calls": [_CALL | {"function": _FUNCTION | {"name": "lookup"}}]},
+            {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": _MARK},
+        ],
+    ),
     "tools": ("tools (their schemas)", [_QUESTION]),
     "tool_calls": ("tool_calls", [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}]),
     "reasoning_content": ("reasoning_content", [_QUESTION, {**_ANSWER, "reasoning_content": _MARK}]),
@@ -51,11 +59,17 @@ def keeps(tokenizer: Any, part: str, kwargs: Mapping[str, Any] | None = None) ->
 
 
 def written_call(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> str | None:
-    """How the template writes an answer with a call of the tool `_MARK`; None where it leaves calls out."""
+    """How the template writes a call of the tool `PROBE`, where it writes answers; None where it leaves calls out."""
     options = {**(kwargs or {}), "add_generation_prompt": False, "tools": [_CALL]}
+
+    def turn(**answer: Any) -> str:
+        texts = [render(tokenizer, [_QUESTION, *more], options) for more in ([], [{**_ANSWER, **answer}])]
+        return texts[1][len(commonprefix(texts)) :]  # noqa: RUF071  # texts, not paths
+
     with suppress(UserError):
-        said = render(tokenizer, _PARTS["tool_calls"][1], options).rpartition(_QUESTION["content"])[2]
-        return said if _MARK in said else None
+        before, _, behind = turn(content=_MARK).partition(_MARK)
+        call = turn(content="", tool_calls=[_CALL]).removeprefix(before).removesuffix(behind)
+        return call if _MARK in call else None
     return None
 
 

@@ -17,7 +17,6 @@ import torch
 
 from valor.agents.chat import Chat, Message
 from valor.agents.episode import Episode, episode_rows
-from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
 from valor.agents.gateway_requests import read_messages
 from valor.agents.http_server import (
@@ -64,7 +63,8 @@ class OpenGateway(Gateway):
     ) -> None:
         self._context, self._runner, self._api_key, self._folder = context, runner, api_key, folder
         rollout = context.config.actor_rollout_ref.rollout
-        self._most, self._parse = rollout.agent.max_concurrent_episodes, FORMATS[rollout.multi_turn.format]
+        context.chat.use_format(rollout.multi_turn.format)
+        self._most = rollout.agent.max_concurrent_episodes
         self._loop = asyncio.get_running_loop()
         self._begun = 0
         super().__init__(listening)
@@ -98,7 +98,7 @@ class OpenGateway(Gateway):
         task = Task((config.trainer.seed, 0, self._begun), (), sampling_params(config), {})
         self._begun += 1
         after = None if file is None else partial(self._write, file, task)
-        return Session(task, self._runner.generate, chat, limits, self._parse, self._loop, after)
+        return Session(task, self._runner.generate, chat, limits, chat.parse, self._loop, after)
 
     def _write(self, file: Path, task: Task, episode: Episode, opening: Sequence[Message]) -> None:
         prompts = Batch({"episode_key": torch.tensor([task.key])}, {"messages": [opening]})

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from valor.agents.chat import Chat, Conversation
 from valor.agents.env_loop import with_opening
+from valor.agents.formats import FORMATS, call_id
 from valor.errors import UserError
 from valor.rollout.base import Output
 
@@ -27,6 +28,7 @@ SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|user|>", "<|assistant|>", "<|observation|>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>"),
     *("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<start_of_turn>", "<end_of_turn>"),
+    *("</s>", "[e~["),
 ]
 WORDS = ["the", " answer", "is", "\n", "  ", "42", "ß", "漢", "🙂", '{"name": "f"}', "<tool_call>", "</tool_call>", "."]
 
@@ -281,3 +283,42 @@ def test_a_stop_text_is_completed_by_the_token_that_ends_it(tokenizer, stop):
     ids = chat.ids(f"x{stop}")
     whole = chat.stop_texts(stop, "never")
     assert [whole.complete(ids[:end]) for end in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
+
+
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+CALLS = {  # the format that the template writes; a call of `look`; what the result follows
+    "mistral": ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {}}]', "</s>", '[TOOL_RESULTS] {"content": "a'),
+    "minimax": ("minimax", 'hm</think><invoke name="look"></invoke>', "[e~[", "]~b]tool\n<response>a"),
+    "kimi": ("kimi", KIMI.format("functions.look:0"), "<|im_end|>", "## Return of functions.look:0\na"),
+    "qwen3_thinking": ("hermes", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "<|im_end|>", "\na"),
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_result_follows_the_call_as_it_was_sampled(tokenizer, family, broken):
+    """Also a broken call, and where the template refuses results whose calls stand in the content."""
+    name, call, end, shown = CALLS[family]
+    chat = chat_of(tokenizer, family)
+    assert chat.format is FORMATS[name]
+    call = call.replace("</invoke>", "").replace("{}", "{") if broken else call
+    talk = Conversation(chat, [{"role": "user", "content": "Q"}])
+    expected = list(talk.token_ids)
+    for turn in range(2):
+        output = sampled(chat, call, end, random.Random(6))
+        (said,) = chat.parse(talk.answer(output)).calls
+        told = talk.tell([{"role": "tool", "content": "a", "tool_call_id": call_id(said, turn, 0)}])
+        expected += [*output.token_ids, *(told or [])]
+        assert told and talk.token_ids == expected
+        assert broken or shown in chat.decode(told)
+
+
+def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<call {{ c.function.name }}>"
+    )
+    tokenizer.chat_template += "{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"no format reads with certainty .*: set rollout.multi_turn.format to one of"):
+        _ = Chat(tokenizer).format
+    chat_of(tokenizer, "smollm2").use_format("auto")
+    assert chat_of(tokenizer, "smollm2").format is FORMATS["hermes"]  # it writes none

@@ -254,3 +254,138 @@ def test_half_a_surrogate_pair_is_replaced():
     assert ToolCall("\ud83d", {"x": ("\ud83d", 1)}) == ToolCall("\ufffd", {"x": ("\ufffd", 1)})
     (call,) = FORMATS["qwen3_coder"](_coder(x='["\\ud83d"]'), [_tool({"properties": {"x": {"type": "array"}}})]).calls
     assert call.arguments == {"x": ["\ufffd"]}
+
+
+def _bare(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+DEEPSEEK = "<\uff5ctool▁{}\uff5c>".format
+WRITTEN_BY = {  # how each family writes calls: the text of some, and of one between others
+    "llama3_json": (lambda name, arguments: json.dumps({"name": name, "parameters": arguments}), "{}", "; "),
+    "mistral": (lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}", "{}", ""),
+    "gpt-oss": (
+        lambda name, arguments: (
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        ),
+        "<|start|>assistant{}",
+        "<|start|>assistant",
+    ),
+    "deepseek_v3": (
+        lambda name, arguments: (
+            f"{DEEPSEEK('call▁begin')}function{DEEPSEEK('sep')}{name}\n```json\n"
+            f"{json.dumps(arguments)}\n```{DEEPSEEK('call▁end')}"
+        ),
+        f"{DEEPSEEK('calls▁begin')}{{}}{DEEPSEEK('calls▁end')}",
+        "\n",
+    ),
+    "kimi": (
+        lambda name, arguments: (
+            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        ),
+        "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
+        "",
+    ),
+    "glm": (
+        lambda name, arguments: (
+            f"<tool_call>{name}\n"
+            + "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{_bare(value)}</arg_value>\n" for key, value in arguments.items()
+            )
+            + "</tool_call>"
+        ),
+        "{}",
+        "\n",
+    ),
+    "minimax": (
+        lambda name, arguments: (
+            f'<invoke name="{name}">\n'
+            + "".join(f'<parameter name="{key}">{_bare(value)}</parameter>\n' for key, value in arguments.items())
+            + "</invoke>\n"
+        ),
+        "<minimax:tool_call>\n{}</minimax:tool_call>",
+        "",
+    ),
+}
+TAKEN = [
+    {},
+    {"city": 'He said "hi" \\ {ok}'},
+    {"city": "München 🙂 漢\n\t."},
+    {"days": 3, "exact": True},
+    {"places": ["x", 2, [], {"a": {"b": [1, None]}}]},
+    {"city": "</tool_call> [TOOL_CALLS] {"},
+    {"city": "a </think> b"},
+    {"city": ""},
+]
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY)
+def test_calls_as_a_family_of_models_writes_them(name):
+    write, around, between = WRITTEN_BY[name]
+    for arguments in TAKEN:
+        parsed = FORMATS[name](around.replace("{}", write("weather", arguments)), [WEATHER])
+        assert parsed == ([ToolCall("weather", arguments)], ""), arguments
+    several = between.join((write("weather", {"city": "A"}), write("add", {}), write("get.time-1", {"city": "B"})))
+    calls = [ToolCall("weather", {"city": "A"}), ToolCall("add", {}), ToolCall("get.time-1", {"city": "B"})]
+    assert FORMATS[name](around.replace("{}", several), [WEATHER]).calls == calls
+    call = around.replace("{}", write("weather", {"city": "A"}))
+    assert FORMATS[name](f"hm</think>\n{call}", [WEATHER]).calls == [ToolCall("weather", {"city": "A"})]
+    assert FORMATS[name]("It is 4.", [WEATHER]) == ([], "It is 4.")
+    if name != "gpt-oss":  # whose thoughts and texts are messages
+        assert FORMATS[name](f"I could {call}.\n</think>It is 4.", [WEATHER]) == ([], "It is 4.")
+        assert FORMATS[name](f"So: {call}", [WEATHER]) == ([ToolCall("weather", {"city": "A"})], "So:")
+    (broken,) = FORMATS[name](call[: call.rindex("A") + 1], [WEATHER]).calls
+    assert isinstance(broken, BadCall)
+
+
+SEP = DEEPSEEK("sep")
+LIST = '[{"name": "f", "arguments": {"x": "[TOOL_CALLS]"}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        ("mistral", f"[TOOL_CALLS] {LIST}", [ToolCall("f", {"x": "[TOOL_CALLS]"}), ToolCall("g", {})], ""),
+        ("mistral", '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}', [ToolCall("f", {"x": 1}), ToolCall("g", {})], ""),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}', [ToolCall("f", {"x": 1})], ""),
+        ("mistral", "[THINK][TOOL_CALLS]f{}[/THINK]It is 4.", [], "It is 4."),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', [ToolCall("f", {"x": 1})], ""),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {}} Bye.', [ToolCall("f", {})], "Bye."),
+        ("llama3_json", '{"parameters": {"x": {"y": {}}}, "name": "f"}', [ToolCall("f", {"x": {"y": {}}})], ""),
+        ("llama3_json", '{"name": "Ann", "age": 3}', [], '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{"a": {"b": 1}}', [], '{"a": {"b": 1}}'),
+        ("gpt-oss", ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}', [ToolCall("f", {"x": 1})], ""),
+        ("gpt-oss", "<|channel|>analysis to=functions.f code<|message|>{}", [ToolCall("f", {})], ""),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4", [], "4"),
+        (
+            "deepseek_v3",
+            f'{DEEPSEEK("call▁begin")}f{SEP}{{"x": 1}}{DEEPSEEK("call▁end")}',
+            [ToolCall("f", {"x": 1})],
+            "",
+        ),
+        ("kimi_k2", "<|tool_call_begin|>f:1<|tool_call_argument_begin|><|tool_call_end|>", [ToolCall("f", {})], ""),
+        ("glm45", "<tool_call>f</tool_call>", [ToolCall("f", {})], ""),
+    ],
+)
+def test_other_ways_in_which_a_family_writes_calls(name, text, calls, content):
+    assert FORMATS[name](text, []) == (calls, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("mistral", "[TOOL_CALLS] []", 'the call has no "name"'),
+        ("mistral", "[TOOL_CALLS]", "it must be NAME[ARGS], then a JSON object"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]["x"]', '"arguments" must be a JSON object'),
+        ("llama3_json", "<|python_tag|>print(1)", "it is not valid JSON"),
+        ("llama3_json", '{"name": "f", "parameters": {"x": }}', "it is not valid JSON"),
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>{", "it is not valid JSON"),
+        ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "it must be NAME, then only <arg_key>"),
+        ("minimax", '<invoke name="f"><x></invoke>', 'it must be <invoke name="NAME">'),
+        ("kimi", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "it must be functions.NAME:N"),
+        ("deepseek_v3", f"{DEEPSEEK('call▁begin')}f{{}}{DEEPSEEK('call▁end')}", "it must be function"),
+    ],
+)
+def test_a_bad_call_of_a_family_has_a_reason(name, text, reason):
+    (call,) = FORMATS[name](text, []).calls
+    assert isinstance(call, BadCall) and call.reason.startswith(reason)
