@@ -57,7 +57,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
     "a message without a role": rows(prompt=[{"content": "12+34="}]),
     "content that is nothing": chat(content=None),
     "content that is a number": chat(content=46),
-    "content that is a list": chat(content=[{"type": "text", "text": "12+34="}]),
+    "content that is a list": chat(content=[12]),
     "half of a surrogate pair": chat(content="12+\ud800="),
     "the other half": chat(content="\udfff"),
     "half of a pair as truth": truth("4\ud8006"),

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from valor.agents.episode import EpisodeFailed
-from valor.agents.formats import FORMATS, Format, Parsed, ToolCall
+from valor.agents.formats import BUILT_IN, FORMATS, Format, Parsed, ToolCall
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
 from valor.data.messages import with_calls
 from valor.data.prompts import render
@@ -58,8 +58,8 @@ class Chat:
         """The format of calls: hermes for a template that writes none. UserError: no format reads what it writes."""
         if self._format is None:
             call = written_call(self.tokenizer, self._template_kwargs)
-            fitting = (one for one in FORMATS.values() if one(call or "", ()) == ([ToolCall(PROBE, {})], ""))
-            self._format = next(fitting, None if call else FORMATS["hermes"])
+            fitting = [one for one in BUILT_IN if call and one(call, ()) == ([ToolCall(PROBE, {})], "")]
+            self._format = fitting[0] if fitting else None if call else FORMATS["hermes"]
         if self._format is None:
             written = f"the chat template writes tool calls that no format reads with certainty ({call!r:.150})"
             raise UserError(

@@ -359,4 +359,5 @@ FORMATS |= {
     "kimi": partial(_parse_tagged, "<|tool_call_begin|>", "<|tool_call_end|>", r"<\|tool_calls_section_\w+\|>", _KIMI),
     "deepseek_v3": partial(_parse_tagged, _TOOL("call▁begin"), _TOOL("call▁end"), _TOOL(r"calls▁\w+"), _DEEPSEEK),
 }
+BUILT_IN = tuple(FORMATS.values())
 FORMATS |= {"glm45": FORMATS["glm"], "kimi_k2": FORMATS["kimi"], "minimax_m2": FORMATS["minimax"]}  # as in vLLM
