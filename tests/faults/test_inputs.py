@@ -122,7 +122,7 @@ def test_parquet_and_paths(name, tiny, ppo, tmp_path, capsys, counts):
     elif name == "cut parquet":
         file.write_bytes(tiny["train"].read_bytes()[:-100])
     elif name == "no columns":
-        pq.write_table(pa.table({"question": ["1+1"]}), file)
+        pq.write_table(pa.table({"colour": ["red"]}), file)
     elif name == "no rows":
         pq.write_table(pq.read_table(tiny["train"])[:0], file)
     refused(ppo(tmp_path / "run", f"data.train_files={file}"), tmp_path / "run", capsys, "train.parquet")
