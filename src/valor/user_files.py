@@ -8,6 +8,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import chdir, nullcontext
 from io import BytesIO
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -19,9 +20,10 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
 from valor.errors import UserError, did_you_mean
 
 
-def load_file(path: str, key: str) -> ModuleType:
+def load_file(path: str, key: str, *, stays: bool = True) -> ModuleType:
     """Import a Python file by its path, once a process; its folder joins the end of `sys.path` for its own imports.
 
+    stays: the process stays in the folder it is in, wherever the file changes to: other paths are relative to that.
     UserError, naming the configuration `key` that holds the path: no such file, not Python, or it fails on import.
     """
     file = Path(path).expanduser().resolve()
@@ -39,7 +41,8 @@ def load_file(path: str, key: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        spec.loader.exec_module(module)
+        with chdir(".") if stays else nullcontext():
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
@@ -56,8 +59,8 @@ def installed(module: str, what: str, install: str) -> Any:
         raise UserError(f"{what} ({error}): pip install {install}") from None
 
 
-def load_object(name: str, key: str) -> Any:
-    """The object at `file.py:Name`, `package.module:Name` or `package.module.Name`.
+def load_object(name: str, key: str, *, stays: bool = True) -> Any:
+    """The object at `file.py:Name`, `package.module:Name` or `package.module.Name`; `stays` as in `load_file`.
 
     UserError, naming the configuration `key` that holds it: there is none, or its import fails.
     """
@@ -65,10 +68,11 @@ def load_object(name: str, key: str) -> Any:
     if not source or not member:
         raise UserError(f"{key}: '{name}' must be file.py:Name or package.module.Name")
     if source.endswith(".py") or "/" in source:
-        module = load_file(source, key)
+        module = load_file(source, key, stays=stays)
     else:
         try:
-            module = importlib.import_module(source)
+            with chdir(".") if stays else nullcontext():
+                module = importlib.import_module(source)
         except Exception as error:
             raise UserError(f"{key}: '{source}' cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, member):

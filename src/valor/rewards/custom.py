@@ -31,8 +31,8 @@ class CustomFunction:
         names = {field: field + plural for field in fields_for(function)}
         return {field: name for field, name in names.items() if field != TRANSCRIPT or name not in self.kwargs}
 
-    def load(self) -> Callable[..., Any]:
-        """The function, known to take compute_score's arguments. Sync or async.
+    def load(self, *, stays: bool = True) -> Callable[..., Any]:
+        """The function, known to take compute_score's arguments. Sync or async. `stays` as in `user_files.load_file`.
 
         Raises UserError for a missing file, module or function, one that fails on import, and wrong arguments.
         """
@@ -40,7 +40,8 @@ class CustomFunction:
             function = unpickled(self.path)
         else:
             key = "reward.custom_reward_function (path, name)"
-            function = self._of_columns(load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", key))
+            name = f"{self.path.removeprefix(_MODULE)}:{self.name}"
+            function = self._of_columns(load_object(name, key, stays=stays))
         if takes_lists(function) and not self.whole_batch:
             raise UserError(
                 f"{self.path}: the function takes lists (solution_strs) of a step's samples: set "

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import chdir
 from typing import Any
 
 from valor.machine import available_cores
@@ -66,10 +65,8 @@ class RewardExecutor:
         custom: CustomFunction | None = None,
         memory_mb: int | None = None,
     ) -> None:
-        # A mistake in the file is the user's to see now, not a thousand errors later. A folder that it changes to is
-        # that of its own process.
-        with chdir("."):
-            self._function: Callable[..., Any] | None = custom.load() if custom else None
+        # A mistake in the file is the user's to see now, not a thousand errors later.
+        self._function: Callable[..., Any] | None = custom.load() if custom else None
         self.custom, self.timeout, self.error_score = custom, timeout, error_score
         self.num_workers, self.memory_mb = num_workers or _NUM_WORKERS, memory_mb
         self.most_workers = num_workers or _MOST_WORKERS

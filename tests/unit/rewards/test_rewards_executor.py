@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from valor.algorithms import load_custom
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
 from valor.rewards.worker import LIMITS_MEMORY, gather
+from valor.user_files import load_object
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -116,6 +118,18 @@ def test_a_file_may_change_the_folder_of_its_graders_alone(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with RewardExecutor(num_workers=1, custom=CustomFunction("graders/own.py")) as pool:
         assert [(r.score, r.error) for r in grade(pool, "good", "bad")] == [(1.0, None), (0.0, None)]
+    assert Path.cwd() == tmp_path
+
+
+def test_other_files_of_the_users_leave_the_process_in_its_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "away").mkdir()
+    for name in ("losses.py", "away_module.py"):
+        (tmp_path / name).write_text("import os\nos.chdir('away')\nclass Own:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    load_custom("losses.py")
+    load_object("losses.py:Own", "key")
+    load_object("away_module.Own", "key")
     assert Path.cwd() == tmp_path
 
 
