@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -75,6 +76,8 @@ def serve(modules: list[str]) -> None:
     with redirect_stdout(sys.stderr):  # where vLLM says what it has not found
         for module in modules:
             importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the pages of all that is imported
     for line in sys.stdin:
         what, *more = json.loads(line)
         if what == "poll":

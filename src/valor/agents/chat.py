@@ -58,7 +58,7 @@ class Chat:
         """The format of calls: hermes for a template that writes none. UserError: no format reads what it writes."""
         if self._format is None:
             call = written_call(self.tokenizer, self._template_kwargs)
-            fitting = [one for one in BUILT_IN if call and one(call, ()) == ([ToolCall(PROBE, {})], "")]
+            fitting = [read for read in BUILT_IN if call and read(call, ()) == ([ToolCall(PROBE, {})], "")]
             self._format = fitting[0] if fitting else None if call else FORMATS["hermes"]
         if self._format is None:
             written = f"the chat template writes tool calls that no format reads with certainty ({call!r:.150})"

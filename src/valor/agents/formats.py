@@ -215,16 +215,16 @@ def _headed(head: str, shape: str) -> _Syntax:
     pattern = re.compile(rf"\s*{head}\s*", re.DOTALL)
 
     def read(body: str, _: Sequence[Schema] = ()) -> list[Call]:
-        if (found := pattern.match(body)) is None:
+        if (header := pattern.match(body)) is None:
             return [BadCall(body, f"it must be {shape}, then a JSON object")]
-        arguments = _decoded(body[found.end() :].strip().removesuffix("```") or "{}")
+        arguments = _decoded(body[header.end() :].strip().removesuffix("```") or "{}")
         if isinstance(arguments, BadCall):
             return [arguments]
-        call = _json_call(body, {"name": found["name"], "arguments": arguments})
-        return [replace(call, id=found["id"]) if isinstance(call, ToolCall) and "id" in pattern.groupindex else call]
+        call = _json_call(body, {"name": header["name"], "arguments": arguments})
+        return [replace(call, id=header["id"]) if isinstance(call, ToolCall) and "id" in pattern.groupindex else call]
 
     def end(text: str, at: int) -> int | None:
-        return None if (found := pattern.match(text, at)) is None else _json_end(text, found.end())
+        return None if (header := pattern.match(text, at)) is None else _json_end(text, header.end())
 
     return _Syntax(read, end)
 
@@ -319,8 +319,8 @@ _DEEPSEEK = _headed(
 )
 _HARMONY = _headed(rf".*?to=(?:functions\.)?{_NAME}.*?<\|message\|>", "to=functions.NAME<|message|>")
 _ARGS = _headed(rf"{_NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", "NAME[ARGS]")
-_GIVEN = "(?:parameters|arguments)"
-_LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.*"{_GIVEN}|{_GIVEN}"\s*:.*"name)"\s*:)'
+_ARGUMENTS = "(?:parameters|arguments)"
+_LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.*"{_ARGUMENTS}|{_ARGUMENTS}"\s*:.*"name)"\s*:)'
 
 parse_hermes = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _JSON)
 parse_qwen3_coder = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _CODER)

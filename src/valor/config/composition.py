@@ -85,9 +85,8 @@ def _composed(
     """The configuration `name` with the groups that overrides choose (`+task=sums`), and the other overrides."""
     folder = Path(line.config_path).expanduser().resolve() if line.config_path is not None else None
     if folder is not None and not folder.is_dir():
-        if folder != Path("config").resolve() or name not in config_nodes(
-            root
-        ):  # verl's scripts mean verl's own folder
+        # By "config" verl's scripts mean verl's own folder.
+        if folder != Path("config").resolve() or name not in config_nodes(root):
             raise UserError(f"--config-path {line.config_path}: there is no such folder")
         folder = None
         reading.notes.append(f"--config-path {line.config_path}: there is no such folder; {name} is the built-in one")

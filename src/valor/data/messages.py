@@ -76,8 +76,8 @@ def as_messages(value: Any, role: str = "user", system: Any = None) -> Any:
         raise UserError(f"is a list of messages as text, and not in JSON: write it with json.dumps ({value[:40]!r})")
     turns = transcript_turns(value)
     asks = role == "user" and turns[-1:] == [{"role": "assistant", "content": ""}]
-    told = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    return told + (turns[:-1] if asks else [{"role": role, "content": value}])
+    opening = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    return opening + (turns[:-1] if asks else [{"role": role, "content": value}])
 
 
 def transcript_turns(text: str) -> list[dict[str, str]]:

@@ -119,8 +119,8 @@ def _own_prompts(prompt: str | None, answer: str | None, extra: Sequence[str], d
         if blank := next((name for name in (column, answer) if str(value(record, name)).strip() in ("", "nan")), None):
             raise ValueError(f"has nothing in '{blank}' (empty): fill it in, or leave the row out")
         if isinstance(question, str):
-            is_chat, told = question.startswith("\n\nHuman:"), record.get("system")
-            question = conversation(question) if is_chat else as_messages(question.strip(), system=told)
+            is_chat, system = question.startswith("\n\nHuman:"), record.get("system")
+            question = conversation(question) if is_chat else as_messages(question.strip(), system=system)
         elif not isinstance(question, list):
             raise ValueError(f"'{column}' must be text or a list of messages, got {question!r:.60}")
         truth = json.dumps(truth, ensure_ascii=False) if isinstance(truth, Mapping) else truth

@@ -158,8 +158,8 @@ def _by_lambda(judged: Judged, branches: Branches, gamma: float) -> list[dict[st
     rewards = place_at_end(value_at_end(judged.returns, judged.mask), judged.mask)
     by_lambda = [token_gae(rewards, judged.values, judged.mask, gamma, (lam, lam))[0] for lam in _LAMBDAS]
     estimates = torch.stack(by_lambda)[:, branches.rows, branches.tokens]
-    found = zip(_LAMBDAS, advantage_quality(estimates, branches.returns, branches.after), strict=True)
-    return [{"lam": lam, "slope": _finite(slope), "correlation": _finite(r)} for lam, (slope, r) in found]
+    qualities = zip(_LAMBDAS, advantage_quality(estimates, branches.returns, branches.after), strict=True)
+    return [{"lam": lam, "slope": _finite(slope), "correlation": _finite(r)} for lam, (slope, r) in qualities]
 
 
 def _with_interval(statistic: Callable[[Tensor], float], prompts: Sequence[int]) -> dict[str, float | None]:

@@ -214,31 +214,39 @@ def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTest
 def _module(test: str) -> _Module:
     """Raises ValueError for what is not Python, and for tests that cannot run here."""
     body, imported, runs = [], [], []
-    for statement in _parsed(test).body:
+    tree = _parsed(test)
+    for statement in tree.body:
         if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
             body += [inner for inner in statement.body if ".main(" not in ast.unparse(inner)]
             continue
         if isinstance(statement, ast.ImportFrom) and statement.module in _RESPONSE:
-            imported += [alias.name for alias in statement.names]
+            imported += [alias.name for alias in statement.names if alias.name != "*"]
+            renamed = [f"{alias.asname} = {alias.name}" for alias in statement.names if alias.asname]
+            body += _parsed("\n".join(renamed)).body
             continue
         body.append(statement)
         if isinstance(statement, ast.Import | ast.ImportFrom):
             _installed(statement)
         elif isinstance(statement, _DEFINITIONS) and _is_test(statement):
             runs.append(f"{_RUN}({statement.name})")
-    text = ast.unparse(ast.Module(body, []))
+    text = test if body == tree.body else ast.unparse(ast.Module(body, []))
     return _Module([f"{text}\n{runs[0]}", *runs[1:]] if runs else [text], imported)
 
 
 def _is_test(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether pytest or unittest would run it. Raises ValueError for a test with fixtures."""
+    """Whether pytest or unittest would run it. Raises ValueError for what only they can run: fixtures, coroutines."""
     if isinstance(statement, ast.ClassDef):
         bases = [ast.unparse(base) for base in statement.bases]
-        return any(base.endswith("TestCase") for base in bases) or (statement.name.startswith("Test") and not bases)
-    cases = any("parametrize" in ast.unparse(decorator) for decorator in statement.decorator_list)
+        is_case = any(base.endswith("TestCase") for base in bases) or (statement.name.startswith("Test") and not bases)
+        return is_case and True in [_is_test(method) for method in statement.body if isinstance(method, _DEFINITIONS)]
+    decorators = [ast.unparse(decorator) for decorator in statement.decorator_list]
     is_test = statement.name.startswith("test")
-    if is_test and statement.args.args and not cases:
+    needs = [argument.arg for argument in statement.args.args if argument.arg != "self"]
+    has_cases = any("parametrize" in decorator for decorator in decorators)
+    if any("fixture" in text for text in decorators) or (is_test and needs and not has_cases):
         raise ValueError(f"the ground truth has a test with fixtures, which are not supported: {statement.name}")
+    if is_test and isinstance(statement, ast.AsyncFunctionDef):
+        raise ValueError(f"the ground truth has a test that is a coroutine, which is not supported: {statement.name}")
     return is_test
 
 

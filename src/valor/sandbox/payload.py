@@ -269,16 +269,15 @@ def same(value: Any, expected: Any) -> bool:
 def run(test: Any) -> None:
     """Run a test of pytest (a function, with its cases, or a class of methods) or unittest (a TestCase)."""
     if isinstance(test, type):
-        names = [name for name in dir(test) if name.startswith("test")]
-        assert names, f"{test.__name__} has no tests"
         getattr(test, "setUpClass", getattr(test, "setup_class", lambda: None))()
-        for name in names:
+        for name in [name for name in dir(test) if name.startswith("test")]:
             if hasattr(test, "debug"):  # of unittest: setUp, the method, tearDown
                 test(name).debug()
-            else:
-                instance = test()
-                getattr(instance, "setup_method", lambda: None)()
-                getattr(instance, name)()
+                continue
+            instance = test()
+            if set_up := getattr(instance, "setup_method", None):
+                set_up(*[None] * (set_up.__code__.co_argcount - 1))
+            run(getattr(instance, name))
         return
     cases: list[dict[str, Any]] = [{}]
     for mark in getattr(test, "pytestmark", ()):

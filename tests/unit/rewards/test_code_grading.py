@@ -281,6 +281,12 @@ RIGHT: dict[str, tuple[Any, str]] = {
         HALF,
     ),
     "tests of unittest": (UNITTEST, HALF),
+    "tests that name the function anew": ("from solution import half as h\ndef test_h(): assert h(2) == 1", HALF),
+    "tests of a class with cases": (
+        "import pytest\nfrom solution import *\nclass TestH:\n    def setup_method(self, method): self.n = 4\n"
+        "    @pytest.mark.parametrize('n', [2, 4])\n    def test_h(self, n): assert half(n * self.n) == 2 * n",
+        HALF,
+    ),
     "asserts of a script": ("if __name__ == '__main__':\n    assert half(2) == 1", HALF),
     "cases of a problem": (
         {
@@ -452,6 +458,9 @@ def test_same_output(output: str, expected: str, same: bool) -> None:
         *(None, "", "42", "[]", "{}", {"answer": 3}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}),
         *("some words", ["square(2)", "square"], "def check(candidate):\n    assert candidate(1) == 1\n"),
         *({"fn_name": "os.system", "inputs": ["1"], "outputs": ["1"]}, {"test": "f(1"}, ["assert f(1"]),
+        "async def test_a():\n    assert f(1)",
+        "class TestA:\n    def test_a(self, tmp_path):\n        assert f(1)",
+        "import pytest\n@pytest.fixture(autouse=True)\ndef early(): ...\ndef test_a():\n    assert f(1)",
         *("def test(tmp_path):\n    assert f(1)", "import no_such_module\nassert f(1)"),
     ],
 )
