@@ -19,7 +19,10 @@ class Answer(NamedTuple):
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)")
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{[^{}]*$")
-_BETWEEN_BOXES = re.compile(r"[\s$\\()\[\],;.]*(?:(?:and|or|和|或者?)[\s$\\()\[\]]*)?(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?")
+_SPACE = r"(?:[\s$\\()\[\],;.!~]|\\q?quad(?![a-z]))*"
+_BETWEEN_BOXES = re.compile(
+    rf"{_SPACE}(?:(?:\\text\s*\{{\s*)?(?:and|or|和|与|或者?)\s*\}}?{_SPACE})?(?:[A-Za-z](?:_\{{?\w\}}?)?\s*=\s*)?"
+)
 # In half-width text. What ends with the mark, the verb or the line; Chinese has no spaces around it.
 _ANNOUNCED = re.compile(
     r"\b(?:answers?|correct (?:options?|choices?))\b"
@@ -216,7 +219,7 @@ def _with_its_expression(text: str) -> list[str]:
     if not _PROSE.search(text) or ends_in_a_loop(text) or read_quantities(text):
         return [text]
     first = None if "=" in text else _LEADING.match(text)
-    at_end = _FORMULA_AT_END.search(text) if not text.isascii() and not first else None
+    at_end = _FORMULA_AT_END.search(text) if re.search("[\u4e00-\u9fff]", text) and not first else None
     if at_end and re.search(r"\w", at_end[0]) and not DENIED_BEFORE.search(text[: at_end.start()]):
         return [at_end[0].strip(" ,;:"), text]
     last = first[0] if first else last_expression(text)

@@ -68,7 +68,8 @@ _NOT_AFTER = re.compile(
 )
 _RIGHT_AFTER = re.compile(
     rf"{_VERB}(?:\w+\s+)?{_any('correct right best true answer accurate choice valid')}|\s*[\u2713\u2705]"
-    r"|\s*(?:it is|fits|matches|works|wins|holds|makes (?:the most |more )?sense|is the (?:one|only))\b"
+    r"|\s*(?:it is|fits|matches|works|wins|holds|makes (?:the most |more )?sense|is the (?:one|only)"
+    r"|as (?:the|my) (?:\w+ )?(?:answer|choice|option))\b"
     rf"|{_CHINESE_VERB}(?:正确|对|符合|成立|答案|最?合适)",
     re.IGNORECASE,
 )
@@ -89,6 +90,7 @@ _BARE_AFTER = re.compile(
     r"|选?项|吧|了)*",
     re.IGNORECASE,
 )
+_LABELLED = re.compile(r"(?:\\text\w*\s*\{)?\(([A-Z])\)\}?((?:(?!\([A-Z]\))[^\n?])+)")  # (B) iron oxide
 _AND_LETTER = r"(?:[\s,;()&*${}]|\band\b|和)*[A-Z]"
 _TWO = "?"  # more than one option was named
 
@@ -148,8 +150,10 @@ def _choice(text: str, options: Mapping[str, str]) -> str:
         return lone[1].upper() if lone[1].upper() in (options or LETTERS) else ""
     has_options = len({match[1] for match in _QUOTED.finditer(text)}) > 1
     text = _QUOTED.sub(lambda line: _as_verdict(line, has_options), text).strip()
-    letter = _last_verdict(text, options)
-    return letter or (_last_verdict(_with_letters(text, options), options) if options else "")
+    letter = _last_verdict(text, options) or (_last_verdict(_with_letters(text, options), options) if options else "")
+    labelled = _LABELLED.fullmatch(text)
+    is_label = labelled and labelled[1] in (options or LETTERS) and not _NOT_AFTER.match(labelled[2])
+    return letter or (labelled[1] if labelled and is_label else "")
 
 
 def _as_verdict(line: re.Match[str], is_quoted: bool) -> str:

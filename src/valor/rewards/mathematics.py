@@ -18,6 +18,7 @@ from valor.rewards.deadline import run_within
 from valor.rewards.numerals import half_width
 from valor.rewards.parameters import of_one_parameter
 from valor.rewards.quantities import CONJUNCTION, Unit, read_quantities, read_unit, same_quantity
+from valor.rewards.solutions import as_points
 
 SECONDS = 1.3  # of computing, for one comparison by math-verify
 _MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is degenerate output, and wrong
@@ -36,11 +37,12 @@ _CHARACTERS = str.maketrans(
         "½": r"\frac{1}{2}", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
         "∈": r"\in ", "θ": r"\theta ", "√": r"\sqrt ", "≈": r"\approx ",
         "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
-        "∩": r"\cap ", "△": r"\triangle ", "∠": r"\angle ", "℃": r"^\circ C", "㎡": "m^2", "㎝": "cm", "㎏": "kg",
+        "∩": r"\cap ", "△": r"\triangle ", "∠": r"\angle ", "℃": r"^\circ C", "㎡": " m^2", "㎝": "cm", "㎏": "kg",
         "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'",
     }
 )  # fmt: skip
 _RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_METRES = re.compile("(?<=[0-9])m(?=[²³])")
 # "\\text" and the like in data that went through a Python string without the r
 _DAMAGED = re.compile(
     r"\t(?=ext|imes|heta|frac|an\b|au\b|riangle)|\f(?=rac|orall)|\x08(?=oxed|inom|eta\b)|\x07(?=lpha|ngle|pprox)"
@@ -88,6 +90,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         re.compile(r"(?:\\left ?)?\\\{ ?\\begin\{array\}\{[lcr| ]*\}((?:(?!\\end).)*)\\end\{array\}(?: ?\\right ?\.)?"),
         r"\\begin{cases}\1\\end{cases}",
     ),
+    (re.compile(r"\\end\{cases\} ?(?=\\begin)"), r"\\end{cases},"),
     (re.compile(r"\\begin\{cases\}(.*?)\\end\{cases\}"), _as_list),
     (re.compile(r"(?<![\w)\]}|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\-])", re.A), ""),  # bold
     (re.compile(r"\*\* ?(-?\w+)|\*\*"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
@@ -191,7 +194,7 @@ def grade(
 
 def equal(truth: str, answer: str) -> bool | None:
     """Whether the answer means the ground truth, both as written; None when that takes algebra."""
-    truth, answer = of_one_parameter(clean(truth), clean(answer))
+    truth, answer = _comparable(truth, answer)
     if not truth or not answer:
         return False
     if _characters(truth) == _characters(answer):
@@ -207,6 +210,10 @@ def equal(truth: str, answer: str) -> bool | None:
         if verdict is not None:
             return verdict
     return _same_words(*_without_units(truth, answer))
+
+
+def _comparable(truth: str, answer: str) -> tuple[str, str]:
+    return as_points(*of_one_parameter(clean(truth), clean(answer)))
 
 
 def _characters(text: str) -> str:
@@ -227,7 +234,8 @@ def one_spelling(answer: str) -> str:
 def clean(text: str) -> str:
     """The text in LaTeX that math-verify reads: without dollars and spacing, one spelling for each command."""
     text = _without_delimiters(_DAMAGED.sub(lambda m: _ESCAPES[m[0]], half_width(text)).strip())
-    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text.replace(r"\$", "$"))
+    text = _METRES.sub(" m", text.replace(r"\$", "$"))
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     text = _REPEATING.sub(_as_fraction, text.translate(_CHARACTERS))
     text = re.sub(r"\$(?! ?[-+]?[\d.])", "", text)
     for pattern, new in _RULES:
@@ -336,7 +344,7 @@ def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
 
     Raises Undecided after `SECONDS`, and for a ground truth that is too large.
     """
-    pairs = [_without_units(*of_one_parameter(clean(truth), clean(answer))) for truth, answer in pairs]
+    pairs = [_without_units(*_comparable(*pair)) for pair in pairs]
     safe = [pair for pair in pairs if not any(map(is_too_large, pair))]
     if safe:
         same, forget = _library()

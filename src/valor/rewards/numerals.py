@@ -10,11 +10,11 @@ _HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | str
 )
 
 # Sign and currency in either order, then 1,234.5 or 1234.5 or .5, an exponent, or a simple fraction 3/4.
-# A minus is a sign unless it follows a digit, letter or closing bracket (10-3); digits inside a word (x2, H2O) are
-# no numbers.
+# A minus is a sign unless it follows a digit, letter or closing bracket (10-3); digits inside a word (x2, H2O) and
+# exponents (m^2) are no numbers.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = (
-    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>"
+    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_^])(?<!\^[-+{])(?P<digits>"
     + _DIGITS
     + r")"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9]|\.[0-9]))?"

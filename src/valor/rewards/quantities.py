@@ -92,7 +92,11 @@ _TOKEN = re.compile(
 )
 _BARE = "|".join(n for n in [*_UNITS, *_SCALE] if n.isascii() and n[1:].isalpha())
 # After a number, in a sentence.
-UNIT = rf"\s*(?:\\?%|(?:{_CHINESE}|[{_COUNTED}])+|(?:square |cubic )?(?:{_BARE})(?:e?s)?\b(?:\^[23])?)"
+_RAISED = r"(?:\^[23]|[²³])"
+UNIT = (
+    rf"\s*(?:\\?%|(?:{_CHINESE}|[{_COUNTED}])+|m{_RAISED}"
+    rf"|(?:square |cubic )?(?:{_BARE})(?:e?s)?(?![A-Za-z0-9_]){_RAISED}?)"
+)
 
 
 def read_quantities(text: str) -> list[Quantity]:
