@@ -32,14 +32,18 @@ _RESPONSE = ("solution", "main", "your_module")  # modules by which tests mean t
 _RUN = "__run__"
 # What solutions of LeetCode's form take for granted.
 _PRELUDE = """\
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
+from copy import deepcopy
 from functools import *
 from heapq import *
 from itertools import *
-from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
+from math import *
+from operator import add, and_, itemgetter, mul, or_, sub, xor
+from string import *
 from typing import *
+from builtins import pow
 """
 
 
@@ -71,7 +75,7 @@ class FunctionTests:
     names: Sequence[str]
     prompt: str = ""
     prelude: str = ""
-    seconds: int = 2
+    seconds: int = 4
 
 
 class _Module(NamedTuple):
@@ -183,8 +187,8 @@ def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
         except (SyntaxError, ValueError):
             setup = []
         tests = FunctionTests([f"{truth['test']}\n\ncheck({name})\n"], setup, [name], prompt)
-    elif truth.get("test"):
-        tests = _assertions([truth["test"]])
+    elif truth.get("test") or truth.get("functional"):
+        tests = _assertions([truth.get("test") or truth["functional"]])
     elif len(truth.get("test_list", ())):
         setup = [*truth.get("test_imports", ()), truth.get("test_setup_code") or ""]
         tests = _assertions(list(truth["test_list"]), setup)
@@ -312,7 +316,8 @@ def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
 def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int, int, str | None]:
     prompt = tests.prompt
     if not prompt or _defines(code, tests.names[0]):
-        codes = [f"{tests.prelude}{prompt}\n\n{code}", code]
+        prelude = tests.prelude or _PRELUDE * _defines(code, "Solution")
+        codes = [f"{prelude}{prompt}\n\n{code}", code]
     else:  # the body of the function that the prompt begins
         codes = [f"{prompt}\n{textwrap.indent(code, '    ')}"] * fenced + [f"{prompt}{code}"]
     with _sandbox(tests.seconds) as sandbox:

@@ -28,7 +28,7 @@ _COUNTDOWN = ("countdown*", "*/Countdown*", "game24*", "game_of_24*")
 _CODE = (
     "codecontests*", "*/code_contests*", "apps", "*/apps", "codeforces*", "*/codeforces*", "taco*", "*/TACO*",
     "kodcode*", "*/KodCode*", "leetcode*", "*/LeetCode*", "*/verifiable-coding-problems*",
-    "humaneval*", "*/*humaneval*", "*/*HumanEval*", "mbpp*", "*/mbpp*", "livecodebench*", "*/*livecodebench*",
+    "*humaneval*", "*/*HumanEval*", "mbpp*", "*/mbpp*", "livecodebench*", "*/*livecodebench*",
     "*/*LiveCodeBench*",
 )  # fmt: skip
 

@@ -197,6 +197,14 @@ RIGHT: dict[str, tuple[Any, str]] = {
         CALLS,
         block("class Solution:\n    def pairs(self, a: List[int], b):\n        return [[x, b] for x in a]"),
     ),
+    "Solution, with names that LeetCode imports": (
+        {"functional": "def check(candidate):\n    assert candidate(n = 8, p = 3) == 2\n\ncheck(Solution().f)"},
+        block(
+            "class Solution:\n    def f(self, n: Optional[int], p: int) -> int:\n"
+            "        assert ascii_lowercase and itemgetter and log10 and deepcopy and list(pairwise('ab'))\n"
+            "        return pow(n, 1, p)"
+        ),
+    ),
     "APPS, wrapped": (
         {"fn_name": "top", "inputs": [[[1, 5, 2]], [[3]]], "outputs": [[5], [3]]},
         block("def top(values): return max(values)"),
