@@ -124,6 +124,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"(?<![A-Za-z\\])\\?sqrt ?(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\{[bB]matrix\}"), "{pmatrix}"),
     (re.compile(r"\\frac ?(\d) ?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\^\s*\{?\s*(?:\\circ(?![a-z])|\\text\s*\{o\})\s*\}?"), r"^\\circ "),
