@@ -44,7 +44,7 @@ class ExactValues(Phase):
                 "exact values are of outcomes without discount: set algorithm.gamma=1": algorithm.gamma < 1,
                 "exact values are of outcomes alone: set algorithm.use_kl_in_reward=false": algorithm.use_kl_in_reward,
                 "exact values are of returns: set critic.target=absolute": config.critic.target != "absolute",
-                "exact values end with the response: set algorithm.truncation_bootstrap=false": (
+                "exact values end with the response: set algorithm.truncated_responses=end": (
                     algorithm.truncation_bootstrap
                 ),
                 "trainer.critic_warmup waits for nobody here: set it to 0": config.trainer.critic_warmup > 0,

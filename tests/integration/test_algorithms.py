@@ -209,11 +209,23 @@ def test_k3_estimates_the_exact_kl(train):
 def test_decoupled_and_adaptive_lambda_and_bootstrap(train):
     plain = train("algorithm.lam=0.9", "critic.optim.lr=1e-2", name="plain")
     for number, setting in enumerate(
-        ("algorithm.lam_critic=1.0", "algorithm.adaptive_lam_alpha=0.5", "algorithm.truncation_bootstrap=true")
+        ("algorithm.lam_critic=1.0", "algorithm.adaptive_lam_alpha=0.5", "algorithm.truncated_responses=bootstrap")
     ):
         other = train("algorithm.lam=0.9", "critic.optim.lr=1e-2", setting, name=f"other{number}")
         assert plain[0] == {**other[0], **{k: v for k, v in plain[0].items() if k.startswith(("critic/", "actor/"))}}
         assert plain[1]["critic/returns/mean"] != other[1]["critic/returns/mean"]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_truncated_responses_in_no_loss(train, estimator):
+    """The same samples and advantages, of which fewer are learnt from."""
+    settings = (f"algorithm.adv_estimator={estimator}", "data.max_response_length=32")
+    plain = train(*settings, name="plain")[0]
+    other = train(*settings, "algorithm.truncated_responses=exclude", name="exclude")[0]
+    assert 0 < plain["response_length/clip_ratio"] < 1
+    for name in ("critic/score/mean", "critic/advantages/max", "response_length/mean"):
+        assert plain[name] == other[name], name
+    assert plain["actor/grad_norm"] != other["actor/grad_norm"]
 
 
 def test_vtrace_of_fresh_samples_is_gae(train, tmp_path):
@@ -411,7 +423,7 @@ def test_algorithms_of_the_users_own_in_process_and_under_ray(mine, train):
         ([f"{ACTOR}.policy_loss.loss_kwargs={{clip_ratio_low:1}}"], ["loss_kwargs.clip_ratio_low", "a key of its own"]),
         (["critic.value_loss_kwargs={delta:1}"], ["critic.value_loss_kwargs.delta", "weight"]),
         (["critic.enable=false"], ["mine needs a critic"]),
-        (["algorithm.truncation_bootstrap=true"], ["algorithm.truncation_bootstrap", "mine"]),
+        (["algorithm.truncated_responses=bootstrap"], ["algorithm.truncated_responses=bootstrap", "mine"]),
     ],
 )
 def test_mistakes_about_ones_own_algorithms(settings, words, mine, overrides, tmp_path, capsys):

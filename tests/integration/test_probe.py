@@ -52,7 +52,7 @@ def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrid
 @pytest.mark.usefixtures("hosts")
 def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatch):
     """Several updates of the actor, whose old log-probs need a pass: the critic's one update is as before."""
-    more = [*PROBE, "algorithm.truncation_bootstrap=true", "critic.probe.states=policy"]
+    more = [*PROBE, "algorithm.truncated_responses=bootstrap", "critic.probe.states=policy"]
     assert main(overrides(tmp_path / "bootstrap", *more)) == 0
     row = read_metrics(tmp_path / "bootstrap")[-1]
     assert np.isfinite(row["critic/vf_explained_var"])

@@ -107,8 +107,8 @@ class AlgorithmConfig(Section):
     """turn, bilevel: lambda between turns."""
     adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
     """Over which tokens gae, vtrace, evpo, gdpo and reinforce_plus_plus (also _baseline) normalise advantages."""
-    truncation_bootstrap: bool = False
-    """gae, vtrace, evpo: a response cut at a limit of length or turns goes on with the value after it, not 0."""
+    truncated_responses: Literal["end", "bootstrap", "exclude"] = "end"
+    """Cut at a limit of length or turns: ends with value 0; with the value after it (gae, vtrace, evpo); no loss."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
     singleton: Literal["zero", "raw"] = "zero"
@@ -141,6 +141,18 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig = section(KLControlConfig, ".use_kl_in_reward")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+    @property
+    def truncation_bootstrap(self) -> bool:
+        """Whether a response that was cut off goes on with the value after it."""
+        return self.truncated_responses == "bootstrap"
+
+    @property
+    def leaves_out_episodes(self) -> bool:
+        """Whether some episodes are in no loss: those that were cut off, or those without a reward."""
+        return self.truncated_responses == "exclude" or (
+            self.reward_mask_ratio > 0 and self.missing_reward == "exclude"
+        )
 
     @property
     def exact_kl_in_reward(self) -> bool:

@@ -50,8 +50,10 @@ scale_rewards [true, false] -> algorithm.norm_adv_by_std_in_grpo
 scale_rewards [group] -> algorithm.norm_adv_by_std_in_grpo=true
 scale_rewards [none] -> algorithm.norm_adv_by_std_in_grpo=false
 beta [0] -> {A}.use_kl_loss=false
+mask_truncated_completions [true] -> algorithm.truncated_responses=exclude
+mask_truncated_completions [false] -> algorithm.truncated_responses=end
 use_vllm [false] -> {R}.name=native
-(fp16 push_to_hub sync_ref_model use_adaptive_entropy mask_truncated_completions use_bias_correction_kl) [false] :
+(fp16 push_to_hub sync_ref_model use_adaptive_entropy use_bias_correction_kl) [false] :
     it is off
 (packing padding_free packing_strategy pad_to_multiple_of eval_packing) : texts are packed without padding
 (completion_only_loss assistant_only_loss) [true] : the loss is of answers alone
@@ -80,7 +82,6 @@ vllm_importance_sampling_(correction mode cap clip_max) ? set algorithm.rollout_
     and rollout_is_threshold
 max_tool_calling_iterations ? set actor_rollout_ref.rollout.multi_turn.max_assistant_turns to one more
 reward_weights ? your grader returns one score: weigh its parts there
-mask_truncated_completions ? answers that are cut off are trained on: set reward.reward_kwargs.overlong_buffer_cfg
 (min_p repetition_penalty generation_kwargs) ? tokens are drawn by temperature, top_k and top_p
 use_vllm ? set actor_rollout_ref.rollout.name=vllm
 attn_implementation ? set model.override_config={{attn_implementation:…}} (PPO: below actor_rollout_ref)

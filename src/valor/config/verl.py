@@ -262,6 +262,8 @@ async_training.* ! set trainer.v1.trainer_mode=separate_async, sampler.max_off_p
 algorithm.(use_pf_ppo agreement_mask divergence_mask) critic.ensemble_shards [0] : the key is gone, and this was its
     default
 algorithm.pf_ppo.* : the key is gone
+algorithm.truncation_bootstrap [false] -> algorithm.truncated_responses=end
+algorithm.truncation_bootstrap [true] -> algorithm.truncated_responses=bootstrap
 algorithm.use_pf_ppo ? set algorithm.phases_path=examples/phases/resampling.py
 algorithm.(agreement_mask divergence_mask) ? set algorithm.phases_path=examples/phases/agreement_mask.py
 critic.value_levels [[0, 1], [0.0, 1.0]] : the key is gone, and this was its default

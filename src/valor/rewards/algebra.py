@@ -132,8 +132,7 @@ def _constant(parsed: Sequence[Any]) -> Expr | None:
     value = parsed[0] if parsed else None
     if isinstance(value, Expr) and [*map(str, value.free_symbols)] == ["i"]:
         value = value.subs(next(iter(value.free_symbols)), I)
-    is_number = isinstance(value, Expr) and not value.is_Matrix and not value.free_symbols
-    if not is_number or value.has(AppliedUndef, *_ANALYSIS):
+    if not isinstance(value, Expr) or value.is_Matrix or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
         return None
     return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers
 

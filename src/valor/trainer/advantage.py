@@ -21,6 +21,7 @@ LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 OFFERED_COLUMNS = (*LOG_PROBS, "sum_pi_squared", "rollout_is_weights", "turn_ids")
 _OTHERS = ("component_scores", "component_weights", "bootstrap_mask", "bootstrap_values", "report")
 FROM_THE_RUN = (*OFFERED_COLUMNS, *_OTHERS)
+CUT_OFF = ("length", "turns")  # why a response ended at a limit
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 
 
@@ -79,8 +80,8 @@ def _inputs(
     if values is not None and "branch_mask" in batch:
         values = tensors["branch_values"].where(tensors["branch_mask"] > 0, values)
     if config.truncation_bootstrap:
-        cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
-        offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
+        cut_off = [reason in CUT_OFF for reason in batch.objects["finish_reason"]]
+        offered |= {"bootstrap_mask": torch.tensor(cut_off), "bootstrap_values": tensors["bootstrap_values"]}
     if entry.capability.needs_components:
         keys, weights = (options.pop(option, None) for option in COMPONENTS)
         offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
@@ -125,7 +126,7 @@ def targets_by_ranks(config: PPOConfig) -> dict[str, Any] | None:
         or config.distillation.as_reward
         or algorithm.reward_source == "critic"
         or algorithm.reward_mask_ratio > 0
-        or algorithm.truncation_bootstrap
+        or algorithm.truncated_responses != "end"
         or algorithm.branch_values.share > 0
         or OldLogProbs(config).correct_batch
         or any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values())

@@ -246,7 +246,12 @@ def test_advantages_run_over_the_cut(loop_of, bootstrap: bool) -> None:
     """By hand: delta_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the policy's next token, in whichever row."""
     episodes, batch = rows_of(loop_of())
     gamma, lam = 0.9, 0.8
-    settings = {"gamma": gamma, "lam": lam, "adv_whitening": "none", "truncation_bootstrap": bootstrap}
+    settings = {
+        "gamma": gamma,
+        "lam": lam,
+        "adv_whitening": "none",
+        "truncated_responses": "bootstrap" if bootstrap else "end",
+    }
     out, _ = after(made(Advantages, settings), batch)
     for number, episode in enumerate(episodes):
         at = [

@@ -34,7 +34,7 @@ def two_rows(**columns) -> Batch:
 def test_a_cut_off_response_goes_on_with_the_value_after_its_last_token(limit):
     batch = two_rows(bootstrap_values=torch.tensor([9.0, 0.7]))
     batch.objects["finish_reason"][1] = limit
-    config = AlgorithmConfig(truncation_bootstrap=True, adv_whitening="none")
+    config = AlgorithmConfig(truncated_responses="bootstrap", adv_whitening="none")
     advantages, returns = compute_advantages(batch, config)
     assert torch.allclose(returns, torch.tensor([[1.0, 1.0, 1.0], [0.7, 0.0, 0.0]]))  # "stop": the 9 is not read
     assert torch.allclose(advantages, torch.tensor([[0.9, 0.8, 0.6], [0.2, 0.0, 0.0]]))

@@ -94,10 +94,10 @@ def through_the_step(batch: Batch, **settings) -> tuple[Batch, dict]:
     "settings",
     [
         {"gamma": 0.9, "lam": 0.8},
-        {"gamma": 0.9, "lam_actor": 0.8, "truncation_bootstrap": True},
+        {"gamma": 0.9, "lam_actor": 0.8, "truncated_responses": "bootstrap"},
         {"adaptive_lam_alpha": 0.3, "use_kl_in_reward": True},
         {"gae_unit": "turn", "gamma_turn": 0.9, "lam_turn": 0.8},
-        {"gae_unit": "bilevel", "gamma_turn": 0.9, "lam": 0.5, "lam_critic": 1.0, "truncation_bootstrap": True},
+        {"gae_unit": "bilevel", "gamma_turn": 0.9, "lam": 0.5, "lam_critic": 1.0, "truncated_responses": "bootstrap"},
         {"reward_source": "critic"},
         {"reward_source": "critic", "adv_estimator": "rloo"},
         *({"reward_mask_ratio": 0.5, "missing_reward": how} for how in ("zero", "bootstrap", "exclude", "critic")),

@@ -42,7 +42,7 @@ def test_it_has_the_settings_of_the_run():
         ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"],
         ["algorithm.gae_unit=turn"],
         ["algorithm.use_kl_in_reward=true"],
-        ["algorithm.truncation_bootstrap=true"],
+        ["algorithm.truncated_responses=bootstrap"],
         ["algorithm.reward_mask_ratio=0.5"],
         ["algorithm.reward_source=critic"],
         ["algorithm.branch_values.share=0.1"],

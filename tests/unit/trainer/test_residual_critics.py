@@ -116,7 +116,7 @@ def test_episodes_of_several_rows_are_one_sample():
     rewards, mask = [[0, 0], [0, 1], [0, 0]], [[1, 1], [1, 1], [1, 1]]
     rows = batch_of(rewards, [[0, 0]] * 3, mask, "aaa", bootstrap_values=[0, 0.25, 0])
     rows["episode"] = torch.tensor([0, 0, 1])
-    out, _ = after(phase(truncation_bootstrap=True), rows)
+    out, _ = after(phase(truncated_responses="bootstrap"), rows)
     assert out["group_baseline"].tolist() == [0.0, 0.0, 1.0]
     assert out["values"].tolist() == [[0, 0], [0, 0], [1, 1]] and out["bootstrap_values"].tolist() == [0, 0.25, 1]
 
@@ -152,7 +152,10 @@ def test_a_prompt_with_one_sample_is_refused():
         (["critic.target=anchored", "algorithm.gae_unit=turn", "algorithm.lam_turn=0.5"], "and algorithm.lam_turn=1"),
         (["critic.target=anchored", "algorithm.gae_unit=bilevel", "algorithm.lam_turn=0.5"], "and algorithm.lam_turn"),
         (["critic.target=anchored", "algorithm.adv_estimator=vtrace"], "vtrace makes the critic's targets of them"),
-        (["critic.target=anchored", "algorithm.truncation_bootstrap=true"], "would teach the critic the moved values"),
+        (
+            ["critic.target=anchored", "algorithm.truncated_responses=bootstrap"],
+            "would teach the critic the moved values",
+        ),
         (["critic.target=anchored", "actor_rollout_ref.rollout.n=1"], "critic.target=anchored compares samples"),
     ],
 )

@@ -162,6 +162,17 @@ def test_excluded_trajectories_are_not_trained_on() -> None:
     assert len(rows_to_learn_from(batch, config)) == 0
 
 
+def test_truncated_episodes_are_in_no_loss() -> None:
+    """What counts is how an episode ends: a summary that was cut off on the way does not."""
+    config, batch = AlgorithmConfig(truncated_responses="exclude"), batch_of([1.0, 1.0], rows=6)
+    reasons = ["stop", "length", "turns", "length", "stop", "eos"]
+    batch = batch.union(Batch(objects={"finish_reason": reasons, "number": list(range(6))}))
+    assert rows_to_learn_from(batch, config).objects["number"] == [0, 4, 5]
+    joined = batch.union(Batch({"episode": torch.tensor([0, 1, 2, 3, 3, 4])}))
+    assert rows_to_learn_from(joined, config).objects["number"] == [0, 3, 4, 5]
+    assert rows_to_learn_from(joined, AlgorithmConfig(truncated_responses="end")) is joined
+
+
 def test_excluded_trajectories_have_no_part_in_what_is_said_of_returns_and_values() -> None:
     """Four of eight have no reward, so no return: all metrics of returns, advantages and values are the others'."""
     batch, config, _ = shaped(batch_of([1.0, 0.25], rows=8), reward_mask_ratio=0.5, missing_reward="exclude")

@@ -73,8 +73,8 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ),
         (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
         (
-            ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncation_bootstrap=true"],
-            "algorithm.truncation_bootstrap",
+            ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncated_responses=bootstrap"],
+            "algorithm.truncated_responses",
         ),
         (
             ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"],
@@ -94,8 +94,8 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ),
         ([*TEACHER_ALONE, "algorithm.use_kl_in_reward=true"], "set actor_rollout_ref.actor.use_kl_loss=true instead"),
         (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
-        (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
-        (["algorithm.gae_unit=turn", "algorithm.truncation_bootstrap=true"], "use gae_unit=token or bilevel"),
+        (["algorithm.reward_source=critic", "algorithm.truncated_responses=bootstrap"], "rewards by rule"),
+        (["algorithm.gae_unit=turn", "algorithm.truncated_responses=bootstrap"], "use gae_unit=token or bilevel"),
         (
             ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
             "use gae_unit=token or bilevel",

@@ -110,17 +110,17 @@ def _estimator(config: PPOConfig) -> Iterator[str]:
         ),
         f"{name} compares with the graders' scores of greedy responses, and algorithm.reward_source=critic gives "
         "values: use another estimator": needs.needs_greedy_baseline and algorithm.reward_source == "critic",
-        f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
+        f"algorithm.truncated_responses=bootstrap is not for {name}: use gae": (
             algorithm.truncation_bootstrap and "bootstrap_mask" not in options
         ),
-        "algorithm.gae_unit=turn trains the critic where turns begin, while algorithm.truncation_bootstrap=true, and "
+        "algorithm.gae_unit=turn trains the critic where turns begin; algorithm.truncated_responses=bootstrap, and "
         "algorithm.missing_reward=bootstrap or critic, read it at the end: use gae_unit=token or bilevel": (
             algorithm.gae_unit == "turn"
             and "gae_unit" in options
             and not value_is_reward
             and (algorithm.truncation_bootstrap or algorithm.reads_end_value)
         ),
-        "algorithm.truncation_bootstrap=true is for rewards by rule: drop it": (
+        "algorithm.truncated_responses=bootstrap is for rewards by rule: drop it": (
             value_is_reward and algorithm.truncation_bootstrap
         ),
         "algorithm.reward_mask_flip_adv_when_masked=true acts after whitening: set algorithm.adv_whitening to batch or "

@@ -61,8 +61,9 @@ class GroupBaseline(Phase):
             + " and algorithm.lam_turn=1" * by_turn: not residual and any(lam != 1.0 for lam in lambdas),
             f"{name} moves values, and algorithm.adv_estimator=vtrace makes the critic's targets of them: use gae, or "
             "critic.target=residual": not residual and algorithm.adv_estimator == "vtrace",
-            f"{name} and algorithm.truncation_bootstrap=true would teach the critic the moved values: set one of them "
-            "off": not residual and algorithm.truncation_bootstrap,
+            f"{name} and algorithm.truncated_responses=bootstrap would teach the critic the moved values: drop one": (
+                not residual and algorithm.truncation_bootstrap
+            ),
             f"{name} needs outcomes, which algorithm.reward_source=critic and algorithm.reward_mask_ratio take away: "
             "use critic.target=absolute": (algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0),
         }
