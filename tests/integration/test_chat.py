@@ -59,6 +59,12 @@ def test_a_value_beside_each_answer_is_that_of_the_critic(models):
         assert float(last) == pytest.approx(float(values[len(prompt) + len(written) - 2]), abs=6e-4)
 
 
+def test_a_standard_input_that_is_closed_is_one_line(models, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert valor(["chat", str(models / "actor"), *SETTINGS]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("valor chat reads lines from standard input")
+
+
 def test_bytes_of_another_encoding_and_brackets_in_a_path(models, tmp_path):
     (tmp_path / "it's, (2)").symlink_to(models / "actor")
     command = [sys.executable, "-m", "valor", "chat", str(tmp_path / "it's, (2)"), *SETTINGS]

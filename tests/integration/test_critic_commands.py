@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import read_metrics
+from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from valor.cli import main as valor
@@ -301,9 +302,43 @@ def test_a_critic_whose_values_are_no_scores_is_not_published(tmp_path, capsys, 
     config = {"architectures": ["Qwen2ForTokenClassification"], f"value_{name}": "residual"}
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "critic" / "tokenizer.json").write_text("{}")
+    save_file({}, tmp_path / "critic" / "model.safetensors")
     assert valor(["critic", "publish", str(tmp_path / "critic"), str(tmp_path / "out")]) == 2
     assert f"is a critic of critic.{name}=residual" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_half_written_model_is_not_published(tiny, tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny["model"], model)
+    weights = model / "model.safetensors"
+    index = {"weight_map": {"a": weights.name, "b": "model-00002-of-00002.safetensors"}}
+
+    def is_refused(words):
+        assert valor(["publish", str(model), str(out)]) == 2 and not out.exists()
+        error = capsys.readouterr().err
+        assert words in error and len(error.strip().splitlines()) == 1
+
+    (model / f"{weights.name}.index.json").write_text(json.dumps(index))
+    is_refused("model-00002-of-00002.safetensors")
+    (model / f"{weights.name}.index.json").unlink()
+    weights.write_bytes(weights.read_bytes()[:-8])
+    is_refused("are not whole")
+    weights.unlink()
+    is_refused("are not whole")
+    for file in model.glob("*token*"):
+        file.unlink()
+    is_refused("holds no tokenizer")
+
+
+def test_the_card_of_a_fine_tuned_model_speaks_of_no_reinforcement_learning(tiny, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(tiny["model"], run / "huggingface" / "actor")
+    (run / "config.yaml").write_text("model: {path: org/base}\noptim: {lr: 1.0e-6}\n")
+    assert valor(["publish", str(run / "huggingface" / "actor"), str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert "tags: [sft]" in card and "reward" not in card and "| trained by | supervised fine-tuning |" in card
 
 
 def test_a_policy_is_published_with_its_card(tiny, without_valor, tmp_path, capsys):
@@ -321,6 +356,7 @@ def test_a_policy_is_published_with_its_card(tiny, without_valor, tmp_path, caps
         "base_model: org/base" in card
         and "| reward | 0.700 (from 0.100) |" in card
         and "rloo, policy loss gspo" in card
+        and "tags: [reinforcement-learning]" in card
     )
     assert without_valor(_code_of_card(out), cwd=out) is not None  # it ends well
 

@@ -103,6 +103,17 @@ def test_models_of_one_name_have_folders_of_their_own(tiny, settings, tmp_path):
     assert named == dict(zip(("model", "model-2", "model-3"), map(str, models), strict=True))
 
 
+def test_a_model_by_a_path_of_dots_has_a_folder_of_its_own(tiny, settings, tmp_path, monkeypatch):
+    """And nothing outside of `eval.out` is touched."""
+    model = arithmetic.make_model(tmp_path / "mine" / "actor", seed=0)
+    (model / "work" / "model").mkdir(parents=True)
+    (model / "work" / "model" / "notes").write_text("")
+    monkeypatch.chdir(model / "work")
+    assert valor(["eval", "..", *settings, "data.val_max_samples=2", "eval.out=out"]) == 0
+    assert [policy["name"] for policy in numbers(Path("out"))["policies"]] == ["mine"]
+    assert Path("model", "notes").exists() and list(Path("out", "mine").glob("answers_*"))
+
+
 def test_an_adapter_is_that_of_the_first_model_alone(tiny, settings, tmp_path):
     adapter = tmp_path / "adapter"
     model = get_peft_model(

@@ -245,13 +245,18 @@ class Gateway:
             error = {"message": reason, "type": "invalid_request_error", "code": reason.split(":")[0]}
             return JSONResponse({"error": error}, refusal.status)
 
+        async def fail(_: Request, error: Exception) -> Response:  # which the log shows
+            reason = f"the server failed: {type(error).__name__}: {error}"
+            return JSONResponse({"error": {"message": reason, "type": "internal_server_error", "code": 500}}, 500)
+
         async def refuse_path(http: Request, error: Any) -> Response:
             reason = f"{http.method} {http.url.path} is not served: only POST …/v1/chat/completions and GET …/v1/models"
             return await refuse(http, Refused(error.status_code, reason))
 
         routes = [Route("/chat/completions", chat, methods=["POST"]), Route("/models", models)]
         mounts = [Mount(f"{place}/v1", routes=routes) for place in self.places]
-        return Starlette(routes=mounts, exception_handlers={Refused: refuse, HTTPException: refuse_path})
+        handlers: Any = {Refused: refuse, HTTPException: refuse_path, Exception: fail}
+        return Starlette(routes=mounts, exception_handlers=handlers)
 
     async def find(self, http: Request) -> tuple[Session, dict[str, Any]]:
         """The session of a request, and its JSON. Refused: there is no such session, or the key is wrong."""

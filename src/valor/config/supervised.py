@@ -38,7 +38,7 @@ class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.p
     messages_key: str = "messages"
     """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
     response_key: str = "response"
-    """Column with the response text."""
+    """Column with the response."""
     truncation: Truncation = "error"
     """What happens to a longer sample: stop, or cut that part."""
 

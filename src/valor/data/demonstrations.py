@@ -107,16 +107,15 @@ class DemonstrationDataset(Sequence[Demonstration]):
 def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], set[int]]:
     """The row's messages, from its messages column or its prompt and response; and which of them are to be learnt."""
     prompt: list[dict[str, Any]] = []  # of which none is learnt
-    has_pair = data.prompt_key in record and data.response_key in record
+    has_pair, system = data.prompt_key in record and data.response_key in record, record.get("system")
     if data.messages_key in record and not (record[data.messages_key] is None and has_pair):
-        chat = parse_messages(record[data.messages_key], where, data.messages_key)
+        chat = parse_messages(record[data.messages_key], where, data.messages_key, system=system)
     elif has_pair:
         response = record[data.response_key]
-        if not isinstance(response, str):
-            raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")
-        system = record.get("system")
+        if isinstance(response, str):
+            response = [{"role": "assistant", "content": response}]
         prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user", system=system)
-        chat = [*prompt, {"role": "assistant", "content": response}]
+        chat = [*prompt, *parse_messages(response, where, data.response_key, text_role="assistant")]
     else:
         raise UserError(
             f"{where}: needs a column '{data.messages_key}', or '{data.prompt_key}' and '{data.response_key}' "

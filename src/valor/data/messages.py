@@ -34,15 +34,15 @@ def parse_messages(
     A message's null fields are left out, its content in parts of text is joined, and calls are as `with_calls` has
     them. UserError: no list of messages with `role` and `content`.
     """
-    if isinstance(value, str) and (text_role is not None or _LISTED.match(value)):
+    if not isinstance(value, str) or text_role is not None or _LISTED.match(value):
         try:
             value = as_messages(value, text_role or "user", system)
         except UserError as error:
             raise UserError(f"{where}: '{name}' {error}") from None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        what = "a list of messages" if text_role is None else "text, or a list of messages"
         raise UserError(
-            f"{where}: '{name}' must be a list of messages like "
-            f'[{{"role": "user", "content": "..."}}], got {kind_of(value)}'
+            f'{where}: \'{name}\' must be {what} like [{{"role": "user", "content": "..."}}], got {kind_of(value)}'
         )
     if not value:
         raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
@@ -65,19 +65,28 @@ def parse_messages(
 
 def as_messages(value: Any, role: str = "user", system: Any = None) -> Any:
     """Text as messages: those that it lists in JSON or as Python prints them, the turns of a transcript that ends with
-    `Assistant:`, else one message of `role`; before these two the text of the row's `system`, if it has any. Other
-    values as they are. UserError: it lists some in another way."""
-    if not isinstance(value, str):
-        return value
-    if _LISTED.match(value):
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return read(value)
-        raise UserError(f"is a list of messages as text, and not in JSON: write it with json.dumps ({value[:40]!r})")
-    turns = transcript_turns(value)
-    asks = role == "user" and turns[-1:] == [{"role": "assistant", "content": ""}]
+    `Assistant:`, else one message of `role`. Messages without one of the system stand behind the text of the row's
+    `system`, if it has any. Other values as they are. UserError: it lists some in another way."""
+    if isinstance(value, str):
+        value = _listed(value) if _LISTED.match(value) else _of_text(value, role)
     opening = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    return opening + (turns[:-1] if asks else [{"role": role, "content": value}])
+    if not (opening and isinstance(value, list)):
+        return value
+    roles = {message.get("role") for message in value if isinstance(message, Mapping)}
+    return value if roles & {"system", "developer"} else opening + value
+
+
+def _listed(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    raise UserError(f"is a list of messages as text, and not in JSON: write it with json.dumps ({text[:40]!r})")
+
+
+def _of_text(text: str, role: str) -> list[dict[str, str]]:
+    turns = transcript_turns(text)
+    asks = role == "user" and turns[-1:] == [{"role": "assistant", "content": ""}]
+    return turns[:-1] if asks else [{"role": role, "content": text}]
 
 
 def transcript_turns(text: str) -> list[dict[str, str]]:

@@ -21,8 +21,9 @@ def is_plain(columns: Collection[str], prompt_key: str, source_key: str) -> bool
 def read_plain(row: Mapping[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> dict[str, Any]:
     """A row with a `prompt`, `question` or `problem` (text or messages) and any other columns, as prompt files have it.
 
-    Text is a user's message, behind the text of `system`. Other columns go into `extra_info`; `ground_truth`, `answer`
-    or `solution` is also the ground truth. The data source is "own" by default. UserError: there is no prompt.
+    Text is a user's message; messages without one of the system stand behind the text of `system`. Other columns go
+    into `extra_info`; `ground_truth`, `answer` or `solution` is also the ground truth. The data source is "own" by
+    default. UserError: there is no prompt.
     """
     key = prompt_column(row, prompt_key)
     source = row.get(source_key)

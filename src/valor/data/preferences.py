@@ -169,14 +169,17 @@ def preference_metrics(
 
 def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
     """One checked record. UserError: what is wrong with it."""
-    prompt = record.get(data.prompt_key)
+    prompt, system = record.get(data.prompt_key), record.get("system")
     if prompt is not None:
-        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user", system=record.get("system"))
+        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user", system=system)
     answers, questions = [], []
     for key in (data.chosen_key, data.rejected_key):
         text = record[key]
-        turns = transcript_turns(text) if prompt is None and isinstance(text, str) else []
-        *before, answer = parse_messages(turns or text, where, key, text_role="assistant")
+        turns = transcript_turns(text) if isinstance(text, str) else []
+        is_whole = prompt is None or turns[:-1] == prompt[-len(turns[:-1]) :]
+        *before, answer = parse_messages(turns if turns and is_whole else text, where, key, text_role="assistant")
+        if prompt is None and before:
+            before = parse_messages(before, where, key, system=system)
         if answer["role"] != "assistant":
             raise UserError(f"{where}: '{key}' must end with an assistant message")
         answers.append(answer)
@@ -201,13 +204,17 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
 
 def _question(before: list[dict[str, Any]], prompt: list[dict[str, Any]] | None, where: str) -> Any:
     """What a response answers: the messages before it, with those of the prompt's column that they leave out, such as
-    a system message. UserError: these are other ones."""
+    a system message, or that they go on from. UserError: these are other ones."""
     if not before or prompt is None:
         return before or prompt
     most = min(len(prompt), len(before))
     if shared := next((n for n in range(most, 0, -1) if prompt[-n:] == before[:n]), 0):
         return [*prompt, *before[shared:]]
-    if any(message not in before for message in prompt) and (len(prompt) > 1 or prompt[0]["role"] != "user"):
+    if all(message in before for message in prompt):
+        return before
+    if before[0]["role"] == "assistant":
+        return [*prompt, *before]
+    if len(prompt) > 1 or prompt[0]["role"] != "user":
         raise UserError(f"{where} have different messages before the response: drop one of the two")
     return before
 

@@ -20,6 +20,7 @@ from valor.agents.runner import EpisodeRunner
 from valor.collector.generation import sampling_params
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.errors import UserError
 from valor.lab.serve import beside_engine
 from valor.models.load import check_critic, load_policy_tokenizer
 from valor.trainer.checkpoints import MANIFEST_FILE
@@ -51,6 +52,10 @@ def run(config: PPOConfig, critic: str | None, system: str | None) -> int:
     """Answer the lines of standard input until it ends. `config.critic` is read where `critic` is given."""
     if critic is not None:
         check_critic(config, load_policy_tokenizer(config), trains=False)
+    if sys.stdin is None:
+        raise UserError(
+            "valor chat reads lines from standard input, which is closed: give it a terminal, a pipe or a file"
+        )
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes of another encoding are no reason to end
     if sys.stdin.isatty():

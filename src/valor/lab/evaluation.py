@@ -4,6 +4,7 @@ A folder for each policy holds its answers, written some prompts at a time: a co
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -185,7 +186,7 @@ def _policies(config: EvalConfig, out: Path) -> Iterator[_Policy]:
     trees = [config, *(_with_model(config, path) for path in config.eval.others or [])]
     for tree in trees:
         path = tree.actor_rollout_ref.model.path
-        parts = [part for part in Path(path).parts if part not in _NOT_IN_NAMES and part != "/"]
+        parts = [part for part in Path(os.path.abspath(path)).parts if part not in _NOT_IN_NAMES and part != "/"]
         stem = parts[-1] if parts else path
         numbered = (f"{stem}-{number}" for number in count(2))
         name = next(name for name in chain([stem], numbered) if name not in names)

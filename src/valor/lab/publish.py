@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 from jinja2 import Template
+from safetensors import SafetensorError, safe_open
 
 from valor.arguments import PATH, command, option
 from valor.config.tree import get_at
@@ -24,7 +25,8 @@ from valor.tracking.rundir import METRICS_FILE, read_yaml
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
-_CLASSES = {"actor": "ForCausalLM", "critic": "ForTokenClassification"}  # the end of the architecture's name
+# Ends of the architecture's name.
+_CLASSES: dict[str, tuple[str, ...]] = {"actor": ("ForCausalLM", "LMHeadModel"), "critic": ("ForTokenClassification",)}
 
 
 @command("critic publish", "valor critic publish runs/demo/ppo/huggingface/critic my-critic", "critic")
@@ -70,6 +72,7 @@ def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "
         export_checkpoint(model, out, role)
     else:
         _check_class(model, role)
+        _check_files(model)
         shutil.copytree(model, out, ignore=shutil.ignore_patterns(CARD_FILE, *SCORECARD_FILES), dirs_exist_ok=True)
     if card is not None and card["weights"] not in (None, fingerprint(out)):
         shutil.rmtree(out)
@@ -134,6 +137,20 @@ def _check_class(folder: Path, role: str) -> None:
         raise UserError(f"'{folder}' is neither a checkpoint (global_step_N) nor a model with a config.json") from None
     if not architecture.endswith(_CLASSES[role]):
         raise UserError(f"'{folder}' is no {role} but a {architecture}: give the huggingface/{role} folder of a run")
+
+
+def _check_files(folder: Path) -> None:
+    """UserError: weights or a tokenizer are missing, or weights are cut off."""
+    if not any(folder.glob("*token*.*")):
+        raise UserError(f"'{folder}' holds no tokenizer: put its files there, then publish")
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {"model.safetensors"}
+        for name in sorted(names):
+            with safe_open(folder / name, "pt"):
+                pass
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise UserError(f"the weights in '{folder}' are not whole: {error}") from None
 
 
 def _training(run: Path, role: str) -> Iterator[tuple[str, str]]:

@@ -159,9 +159,11 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     process = model.gives == "steps" and ValueHead.of(config) is None
     labels = 1 if by_token and not process else config.num_labels
     if model.label is None and labels != 1:
+        by_default = ' (2 is transformers\' default: where its head gives one number, write "num_labels": 1 there)'
         raise UserError(
-            f"'{path}' classifies into {labels} labels, and a reward is one number: set reward.reward_model.label to "
-            f"the number of the label (0 to {labels - 1}) whose log-odds are the score"
+            f"by its config.json '{path}' classifies into {labels} labels{by_default if labels == 2 else ''}, and a "
+            f"reward is one number: set reward.reward_model.label to the number of the label (0 to {labels - 1}) whose "
+            "log-odds are the score"
         )
     if model.label is not None and (labels == 1 or not 0 <= model.label < labels):
         raise UserError(f"reward.reward_model.label={model.label}: '{path}' has {labels} label{'s' * (labels > 1)}")

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import httpx2
 import pytest
@@ -124,6 +125,17 @@ def test_what_is_not_served_is_an_error_in_openais_form(gateway, method, path, s
     error = reply.json()["error"]
     assert reply.status_code == status and error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"{method} {path} is not served: only POST …/v1/chat/completions")
+
+
+def test_a_fault_of_the_servers_is_an_error_in_openais_form(gateway):
+    async def conversation(post, session):
+        session.chat = None
+        reply = await post({"messages": QUESTION})
+        assert reply.status_code == 500
+        assert reply.json()["error"] == {"message": ANY, "type": "internal_server_error", "code": 500}
+        assert reply.json()["error"]["message"].startswith("the server failed: TypeError: ")
+
+    talk(gateway, conversation)
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(gateway, caplog):

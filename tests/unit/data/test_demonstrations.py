@@ -271,12 +271,24 @@ def test_a_prompts_own_turns_are_not_learnt(tmp_path: Path) -> None:
     assert learnt(CHATML, row) == [CHAT[1]["content"] + "<|end|>"]
 
 
-def test_a_column_system_stands_before_a_prompt_of_text_and_parts_are_one_text(tmp_path: Path) -> None:
+def test_a_column_system_stands_before_a_chat_and_parts_are_one_text(tmp_path: Path) -> None:
     (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", system="Be kind.", prompt="Q", response="A")
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Q"}]
     chat.append({"role": "assistant", "content": [{"type": "text", "text": "A"}]})
     (same,) = demonstrations(CHATML, tmp_path / "d.jsonl", messages=chat)
-    assert row == same and learnt(CHATML, row) == ["A<|end|>"] and "Be kind." in text_of(CHATML, row.tokens)
+    (beside,) = demonstrations(CHATML, tmp_path / "e.jsonl", messages=chat[1:], system="Be kind.")
+    assert row == same == beside and learnt(CHATML, row) == ["A<|end|>"] and "Be kind." in text_of(CHATML, row.tokens)
+
+
+def test_a_response_may_be_messages_of_which_those_of_the_assistant_are_learnt(tmp_path: Path) -> None:
+    """As in TRL's rows of prompt and completion."""
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", prompt=CHAT[:1], response=CHAT[1:4])
+    assert learnt(CHATML, row) == [f"{CHAT[i]['content']}<|end|>" for i in (1, 3)]
+    listed = '[{"role": "user"}]'  # an answer in JSON, and no message
+    (row,) = demonstrations(CHATML, tmp_path / "d.jsonl", prompt="Q", response=listed)
+    assert learnt(CHATML, row) == [f"{listed}<|end|>"]
+    with pytest.raises(UserError, match=r"'response' must be text, or a list of messages .* got int"):
+        demonstrations(CHATML, tmp_path / "e.jsonl", prompt="Q", response=4)
 
 
 def test_the_column_of_messages_may_be_null_where_another_file_had_them(tmp_path: Path) -> None:

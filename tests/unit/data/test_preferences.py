@@ -52,6 +52,12 @@ def read(path: Path, **data) -> list:
             | {"source": "s"}
             for start in ("\n\n", "")
         ),
+        {
+            "prompt": "\n\nHuman: Why?\n\nAssistant:",
+            "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
+            "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+            "source": "s",
+        },
     ],
 )
 def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
@@ -78,9 +84,24 @@ def test_a_system_message_of_the_prompt_is_not_lost(tmp_path, chat):
         assert pair.prompt == [SYSTEM, USER, GOOD, USER]
 
 
-def test_a_column_system_stands_before_a_prompt_of_text(tmp_path):
+@pytest.mark.parametrize("prompt", ["Why?", [USER]])
+def test_answers_of_several_turns_go_on_from_the_prompt(tmp_path, prompt):
+    turns = [{"role": "assistant", "content": "Hm."}, {"role": "user", "content": "Well?"}]
+    row = {"prompt": prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]}
+    (pair,) = read(write(tmp_path / "p.jsonl", row))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([USER, *turns], GOOD, BAD)
+
+
+def test_a_column_system_stands_before_messages_without_one_alone(tmp_path):
+    own, row = {"role": "system", "content": "Be brief."}, {**PAIR, "system": SYSTEM["content"]}
+    for prompt, whole in (([USER], [SYSTEM, USER]), ([own, USER], [own, USER])):
+        (pair,) = read(write(tmp_path / "p.jsonl", row | {"prompt": prompt}))
+        assert pair.prompt == whole
+
+
+def test_a_column_system_stands_before_a_prompt_of_text_and_before_whole_chats(tmp_path):
     chats = {"chosen": [USER, GOOD], "rejected": [USER, {**BAD, "content": [{"type": "text", "text": "No."}]}]}
-    for row, prompt in ((PAIR, [SYSTEM, USER]), (PAIR | chats, [SYSTEM, USER]), (chats, [USER])):
+    for row, prompt in ((PAIR, [SYSTEM, USER]), (PAIR | chats, [SYSTEM, USER]), (chats, [SYSTEM, USER])):
         (pair,) = read(write(tmp_path / "p.jsonl", row | {"system": "Be kind."}))
         assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, GOOD, BAD)
 
@@ -131,7 +152,7 @@ def test_a_column_margin_is_read_as_trl_does(tmp_path, caplog):
         ({"prompt": "Why?", "chosen": "So."}, {}, "column 'rejected' missing"),
         ({"chosen": "So.", "rejected": "No."}, {}, "there is no prompt"),
         ({**PAIR, "chosen": [USER]}, {}, "'chosen' must end with an assistant message"),
-        ({**PAIR, "chosen": 3}, {}, "'chosen' must be a list of messages"),
+        ({**PAIR, "chosen": 3}, {}, "'chosen' must be text, or a list of messages"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, {}, "answer different prompts"),
         ({**PAIR, "margin": "much"}, {"margin_key": "margin"}, "'margin' must be a number of at least 0, got str"),
         (

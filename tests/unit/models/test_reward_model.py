@@ -178,7 +178,11 @@ def edit_config(path: Path, **changes) -> Path:
     ("make", "more", "message"),
     [
         (make_backbone, {}, "is a LlamaForCausalLM, which has no reward head"),
-        (lambda p: make_classifier(p, num_labels=2), {}, "classifies into 2 labels.*reward_model.label"),
+        (
+            lambda p: make_classifier(p, num_labels=2),
+            {},
+            'classifies into 2 labels .*"num_labels": 1 there.*reward_model.label',
+        ),
         (lambda p: make_classifier(p, num_labels=2), {"label": 2}, "label=2: .* has 2 labels"),
         (make_classifier, {"label": 0}, "label=0: .* has 1 label"),
         (lambda p: p, {}, "there is no model directory"),

@@ -170,7 +170,7 @@ def test_a_template_whose_question_is_no_part_of_the_answered_one_is_refused(mod
         ({"messages": [CHAT[:1]]}, "needs an assistant message"),
         ({"messages": [CHAT[1:]]}, "something before the first one"),
         ({"messages": ["1+1=2"]}, "'messages' must be a list of messages"),
-        ({"prompt": ["1+1="], "response": [2]}, "'response' must be text, got int"),
+        ({"prompt": ["1+1="], "response": [2]}, "'response' must be text, or a list of messages"),
     ],
 )
 def test_malformed_rows_are_named(tokenizer, tmp_path, columns, message):
