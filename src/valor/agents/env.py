@@ -15,7 +15,7 @@ from valor.agents.chat import Message
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import Schema, valid_text
 from valor.agents.tool_runner import release, run_tool
-from valor.agents.tool_sources import schema_of
+from valor.agents.tool_sources import as_hinted, schema_of
 from valor.agents.tools import Toolbox, ToolSource, as_text
 from valor.errors import UserError
 from valor.user_files import load_object
@@ -117,7 +117,8 @@ async def _episode(
         return valid_text(await toolbox.run(function, {}, name=f"{method}()", lock=lock, **limit))
 
     async def use(name: str, arguments: Mapping[str, Any]) -> Any:
-        return await toolbox.run(env.tool(name), arguments, name=name, lock=lock)
+        function = env.tool(name)
+        return await toolbox.run(function, as_hinted(function, arguments), name=name, lock=lock)
 
     async def step(text: str) -> Step:
         answer = await call("step", text)

@@ -13,12 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.exceptions import best_match
+from pydantic_core import to_jsonable_python
 
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
 from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError, did_you_mean
+from valor.tracking.generations import plain
 
 _MAX_COMPLAINT = 200  # characters
 
@@ -167,7 +169,7 @@ class Toolbox:
                 raise ValueError(f"its reward is {result.reward}")
             if result.images:
                 result = replace(result, images=self.chat.files(result.images, call.name))
-            return replace(result, text=as_text(result.text))
+            return replace(result, text=as_text(result.text), reward=float(result.reward))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))
         except UserError:
@@ -197,17 +199,17 @@ def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON, or by `str` where JSON has no form for it."""
-    if isinstance(value, str):
-        return value
+    """A text as it is, anything else as JSON (numbers of NumPy and torch, fields of objects), or by `str` where JSON has
+    no form for it."""
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
+        shown = to_jsonable_python(value, fallback=plain)
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    except Exception:  # also of the serializers of objects
         return str(value)
 
 
 def _error(kind: ToolError, text: str) -> ToolResult:
-    return ToolResult(f"Error: {text}{'' if text.endswith('?') else '.'}", error=kind)
+    return ToolResult(f"Error: {text}{'' if text.endswith(('?', '.')) else '.'}", error=kind)
 
 
 def _validator(schema: Schema) -> Draft202012Validator:
