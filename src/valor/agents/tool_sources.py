@@ -68,7 +68,7 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
 
 
 def as_hinted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments from JSON in the types of a function's hints: there 3.0 is an integer, a member of an Enum its value."""
+    """Arguments from JSON in the types of a function's hints: in JSON 3.0 is an integer, an Enum's member a value."""
     types = _types(getattr(function, "__func__", function))
     return {name: _in_type(types[name], value) if name in types else value for name, value in arguments.items()}
 

@@ -23,6 +23,7 @@ from valor.errors import UserError, did_you_mean
 from valor.tracking.generations import plain
 
 _MAX_COMPLAINT = 200  # characters
+_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
 
@@ -82,10 +83,10 @@ class Toolbox:
 
     `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
     `calls` (by name, from arguments to a ToolResult, a text or what JSON shows; may raise ToolFailed), `openings`
-    (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit. An
-    environment sets `messages` (None: the row's), `hidden` (what only a critic reads), `step` and `heard` (its methods;
-    None: it has none of its own). A loop sets `chat`, `play` (the episode) and `converse(talk, toolbox, most_turns)`,
-    by which the tools named in `sub_agents` play conversations of their own.
+    (texts for the policy), `judges` (rewards of the episode) and `unscored` (rewards that count for nothing). `run` is
+    `run_tool` with its time limit. An environment sets `messages` (None: the row's), `hidden` (what only a critic
+    reads), `step` and `heard` (its methods; None: it has none of its own). A loop sets `chat`, `play` (the episode) and
+    `converse(talk, toolbox, most_turns)`, by which the tools named in `sub_agents` play conversations of their own.
     """
 
     def __init__(self, toolset: Toolset) -> None:
@@ -94,6 +95,7 @@ class Toolbox:
         self.run = partial(run_tool, seconds=toolset.limits.tool_timeout)
         self.calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
         self.judges: list[Callable[[], Awaitable[float | None]]] = []
+        self.unscored: list[Callable[[], Awaitable[float | None]]] = []
         self.openings: list[str] = []
         self.messages: list[Mapping[str, Any]] | None = None
         self.hidden: Mapping[str, Any] = {}
@@ -120,6 +122,10 @@ class Toolbox:
         readers = {name for source in self._sources for name in source.takes_kwargs}
         if unread := [name for name in tool_kwargs(row) if name not in readers]:
             raise UserError(f"extra_info.tools_kwargs: '{unread[0]}' is a function or a method, which takes none")
+        for name, kwargs in tool_kwargs(row).items():
+            if unknown := [key for key in kwargs if key not in _KWARGS and kwargs[key] is not None]:
+                hint = did_you_mean(unknown[0], _KWARGS) or f": its keys are {', '.join(_KWARGS)}"
+                raise UserError(f"extra_info.tools_kwargs.{name} has '{unknown[0]}'{hint}")
         self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         for source in self._sources:
             names = [name for name in map(name_of, source.schemas) if name in selected]
@@ -141,9 +147,11 @@ class Toolbox:
         result = await self._result(call)
         return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
 
-    async def rewards(self) -> float | None:
+    async def rewards(self, *, scored: bool = True) -> float | None:
         """The sum of the rewards for the episode; None: nobody gives one. Raises EpisodeFailed."""
-        rewards = [reward for judge in self.judges if (reward := await judge()) is not None]
+        rewards = [
+            reward for judge in (self.judges if scored else self.unscored) if (reward := await judge()) is not None
+        ]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
@@ -199,8 +207,7 @@ def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON (numbers of NumPy and torch, fields of objects), or by `str` where JSON has
-    no form for it."""
+    """A text as it is, anything else as JSON: numbers of NumPy and torch, fields of objects, by `str` what has none."""
     try:
         shown = to_jsonable_python(value, fallback=plain)
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)

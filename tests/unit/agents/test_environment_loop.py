@@ -68,7 +68,7 @@ def world(tmp_path: Path) -> str:
 def loop_of(world: str, *overrides: str, response: int = 200) -> EnvLoop:
     key = "actor_rollout_ref.rollout"
     config = load([f"{key}.agent.environment={world}", f"{key}.multi_turn.tool_timeout=0.5", *overrides]).config
-    assert config.default_agent_loop == "environment_agent"
+    assert config.default_agent_loop in ("environment_agent", "tool_agent")
     return EnvLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
 
 
@@ -91,6 +91,18 @@ def play(loop: EnvLoop, *texts: str) -> tuple[Episode, list[str]]:
 def log_of(loop: EnvLoop) -> list[str]:
     name = loop.context.config.actor_rollout_ref.rollout.agent.environment
     return load_object(name.replace(":World", ":LOG"), "test")
+
+
+def test_what_a_tool_of_verl_calculates_is_recorded_beside_the_environments_score(world: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "from valor.agents import BaseTool\nclass T(BaseTool):\n    async def calc_reward(self, i, **kw): return 5.0\n"
+    )
+    schema = "{function: {name: t}}"
+    tools = f"tools: [{{class_name: '{tmp_path}/tools.py:T', tool_schema: {schema}}}]"
+    (tmp_path / "tools.yaml").write_text(tools)
+    multi = "actor_rollout_ref.rollout.multi_turn"
+    episode, _ = play(loop_of(world, f"{multi}.enable=true", f"{multi}.tool_config_path={tmp_path}/tools.yaml"), "win")
+    assert (episode.outcome, episode.info["tool_reward"]) == (0.0, 5.0)
 
 
 def test_turns_their_rewards_and_the_end(world: str) -> None:

@@ -431,6 +431,12 @@ def test_a_row_selects_its_tools():
         run(box().open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}}, "gone": None}}}))
     with pytest.raises(UserError, match="tools_kwargs: 'ad' is not one of the tools"):
         run(box().open({"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}, "gone": None}}}))
+    add.takes_kwargs = True
+    toolbox = box(function_source([add]))
+    del add.takes_kwargs
+    run(toolbox.open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}, "ground_truth": None}}}}))
+    with pytest.raises(UserError, match=r"tools_kwargs\.add has .create_kwarg.; did you mean create_kwargs\?"):
+        run(toolbox.open({"extra_info": {"tools_kwargs": {"add": {"create_kwarg": {}}}}}))
 
 
 def test_tools_that_cannot_be_described_are_refused():
