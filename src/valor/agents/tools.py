@@ -19,6 +19,7 @@ from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
 from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
+from valor.data.messages import kind_of
 from valor.errors import UserError, did_you_mean
 from valor.tracking.generations import plain
 
@@ -114,6 +115,9 @@ class Toolbox:
         """
         known = [name_of(schema) for schema in self.schemas]
         selection = (row.get("extra_info") or {}).get("tool_selection")
+        if isinstance(selection, str):
+            raise UserError(f"extra_info.tool_selection must be a list of tools, got {selection!r}")
+        _check_kwargs(tool_kwargs(row))
         selected = known if selection is None or len(selection) == 0 else list(selection)
         for key, names in (("tool_selection", selected), ("tools_kwargs", tool_kwargs(row))):
             if unknown := [name for name in names if name not in known]:
@@ -122,10 +126,6 @@ class Toolbox:
         readers = {name for source in self._sources for name in source.takes_kwargs}
         if unread := [name for name in tool_kwargs(row) if name not in readers]:
             raise UserError(f"extra_info.tools_kwargs: '{unread[0]}' is a function or a method, which takes none")
-        for name, kwargs in tool_kwargs(row).items():
-            if unknown := [key for key in kwargs if key not in _KWARGS and kwargs[key] is not None]:
-                hint = did_you_mean(unknown[0], _KWARGS) or f": its keys are {', '.join(_KWARGS)}"
-                raise UserError(f"extra_info.tools_kwargs.{name} has '{unknown[0]}'{hint}")
         self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         for source in self._sources:
             names = [name for name in map(name_of, source.schemas) if name in selected]
@@ -203,7 +203,18 @@ def name_of(schema: Schema) -> str:
 def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """`extra_info.tools_kwargs` of a row, without the tools that have none."""
     by_name = (row.get("extra_info") or {}).get("tools_kwargs") or {}
+    if not isinstance(by_name, Mapping):
+        raise UserError(f"extra_info.tools_kwargs must be a dictionary by tools, got {kind_of(by_name)}")
     return {name: kwargs for name, kwargs in by_name.items() if kwargs is not None}
+
+
+def _check_kwargs(by_name: Mapping[str, Any]) -> None:
+    for name, kwargs in by_name.items():
+        given = kwargs if isinstance(kwargs, Mapping) else {str(kwargs): {}}
+        for key, value in given.items():
+            if value is not None and (key not in _KWARGS or not isinstance(value, Mapping)):
+                keys = f"its keys are {', '.join(_KWARGS)}, each with a dictionary"
+                raise UserError(f"extra_info.tools_kwargs.{name}: '{key}'{did_you_mean(key, _KWARGS)} ({keys})")
 
 
 def as_text(value: Any) -> str:

@@ -435,8 +435,18 @@ def test_a_row_selects_its_tools():
     toolbox = box(function_source([add]))
     del add.takes_kwargs
     run(toolbox.open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}, "ground_truth": None}}}}))
-    with pytest.raises(UserError, match=r"tools_kwargs\.add has .create_kwarg.; did you mean create_kwargs\?"):
-        run(toolbox.open({"extra_info": {"tools_kwargs": {"add": {"create_kwarg": {}}}}}))
+    for extra_info, message in [
+        (
+            {"tools_kwargs": {"add": {"create_kwarg": {}}}},
+            r"tools_kwargs\.add: 'create_kwarg'; did you mean create_kwargs\?",
+        ),
+        ({"tools_kwargs": {"add": {"create_kwargs": "72"}}}, r"'create_kwargs'.* each with a dictionary"),
+        ({"tools_kwargs": {"add": "72"}}, "'72' .its keys are create_kwargs, execute_kwargs"),
+        ({"tools_kwargs": '{"add": {}}'}, "tools_kwargs must be a dictionary by tools, got str"),
+        ({"tool_selection": "add"}, "tool_selection must be a list of tools, got 'add'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(toolbox.open({"extra_info": extra_info}))
 
 
 def test_tools_that_cannot_be_described_are_refused():
