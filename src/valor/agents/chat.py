@@ -14,7 +14,7 @@ from typing import Any
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BUILT_IN, FORMATS, Format, Parsed, ToolCall
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
-from valor.data.messages import with_calls
+from valor.data.messages import kind_of, with_calls
 from valor.data.prompts import render
 from valor.data.templates import PROBE, keeps, written_call
 from valor.errors import UserError
@@ -126,10 +126,14 @@ class Chat:
         except UserError as error:
             raise EpisodeFailed(str(error)) from None
 
-    def read(self, messages: Iterable[Message], where: str) -> list[Message]:
+    def read(self, messages: Any, where: str) -> list[Message]:
         """Messages of others with their parts {"type": "image", "image": image} in files. EpisodeFailed: as `files`, or
         a part is neither that nor {"type": "text", "text": text}."""
-        shown = [with_calls(message, where, "messages") for message in messages]
+        several = isinstance(messages, Iterable) and not isinstance(messages, Mapping)
+        said = [*messages] if several else [messages]  # one message may stand alone
+        if not all(isinstance(message, Mapping) for message in said):
+            raise EpisodeFailed(f"{where} answered with {kind_of(messages)}, which is neither a text nor messages")
+        shown = [with_calls(message, where, "messages") for message in said]
         for message in shown:
             parts = message.get("content")
             if not isinstance(parts, list):

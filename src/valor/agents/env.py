@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from valor.agents.chat import Message
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import Schema, valid_text
-from valor.agents.tool_runner import release, run_tool
-from valor.agents.tool_sources import schema_of
+from valor.agents.tool_runner import exception_text, release, run_tool
+from valor.agents.tool_sources import as_hinted, schema_of
 from valor.agents.tools import Toolbox, ToolSource, as_text
+from valor.data.messages import kind_of
 from valor.errors import UserError
 from valor.user_files import load_object
 
@@ -97,8 +98,15 @@ def row_number(row: Mapping[str, Any]) -> int:
 
 def env_source(make: Callable[[], Env]) -> ToolSource:
     """The environments of a run, an object for each episode. UserError: none can be made."""
-    trial = make()  # a mistake is reported before the run
-    schemas, grades = trial.schemas(), trial.grades
+    try:  # a mistake is reported before the run
+        trial = make()
+        if isinstance(trial.tools, str):
+            raise TypeError(f"tools={trial.tools!r} must be a list of methods")
+        schemas, grades = trial.schemas(), trial.grades
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the environment cannot be made: {exception_text(error)}") from error
     with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
         thread.submit(asyncio.run, release(run_tool(trial.close, {}, _CLOSE_SECONDS, "close()"))).result()
     return ToolSource(schemas, partial(_episode, make), grades, always=True)
@@ -117,12 +125,13 @@ async def _episode(
         return valid_text(await toolbox.run(function, {}, name=f"{method}()", lock=lock, **limit))
 
     async def use(name: str, arguments: Mapping[str, Any]) -> Any:
-        return await toolbox.run(env.tool(name), arguments, name=name, lock=lock)
+        function = env.tool(name)
+        return await toolbox.run(function, as_hinted(function, arguments), name=name, lock=lock)
 
     async def step(text: str) -> Step:
         answer = await call("step", text)
         if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
-            raise EpisodeFailed(f"step() returned {type(answer).__name__}, and not a Step")
+            raise EpisodeFailed(f"step() returned {kind_of(answer)}: return Step(messages, reward, done)")
         return Step(*answer)
 
     async def score() -> float | None:
@@ -134,7 +143,7 @@ async def _episode(
         if opening is None or isinstance(opening, str):
             toolbox.openings.append(opening or "")
         else:
-            toolbox.messages = list(opening)
+            toolbox.messages = opening
         toolbox.hidden = valid_text(dict(env.hidden))
         toolbox.calls |= {name: partial(use, name) for name in names}
         toolbox.judges += [score] if env.grades else []

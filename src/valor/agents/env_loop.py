@@ -63,12 +63,12 @@ class EnvLoop(AgentLoop):
             toolbox.play, toolbox.converse = play, partial(self._delegated, play, calls)
             answer = partial(self._answer, play, toolbox, calls, self._most_turns)
             reason = await converse(play, talk, answer, self._compaction)
-            reward = await toolbox.rewards()
+            reward, unscored = await toolbox.rewards(), await toolbox.rewards(scored=False)
         finally:
             await toolbox.close()
         info = self._facts | ({"calls": calls} if self._parse is not None else {})
         info |= {"hidden": toolbox.hidden} if toolbox.hidden else {}
-        info |= {} if self.grades or reward is None else {"tool_reward": reward}
+        info |= {} if unscored is None else {"tool_reward": unscored}
         return play.end(reason, reward if self.grades else None, info)
 
     async def _delegated(

@@ -35,7 +35,7 @@ def mcp_tools(
     package is not installed, or the server does not answer.
     """
     installed("mcp", "tools of MCP servers need the mcp package", "'valor-rl[agents]'")
-    if (command is None) == (url is None) or isinstance(command, str) or (env and url) or (api_key_env and command):
+    if bool(command) == bool(url) or isinstance(command, str) or (env and url) or (api_key_env and command):
         raise UserError(
             "an MCP server is command: [program, arguments], with env: {...} if it needs one, or url, with api_key_env"
         )
@@ -44,7 +44,8 @@ def mcp_tools(
     try:
         tools = connection.submit(connection.tools()).result(_START_SECONDS)
     except Exception as error:
-        raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
+        reason = f"no answer within {_START_SECONDS:g} s" if isinstance(error, TimeoutError) else _reason(error)
+        raise UserError(f"the MCP server {url or ' '.join(command or ())}: {reason}") from None
     schemas = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
     return [
         FunctionTool(partial(connection.call, schema["name"]), {"type": "function", "function": schema})

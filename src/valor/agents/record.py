@@ -15,6 +15,7 @@ from valor.agents.episode import Episode, Turn
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
 from valor.rollout.base import Span, spans_of
+from valor.tracking.generations import plain
 
 Record = Mapping[str, Any]
 _FIELDS = ("finish_reason", "prompt_ids", "outcome", "info", "error")  # of an Episode, as they are
@@ -56,7 +57,7 @@ def recorded_episode(record: Record) -> Episode:
 
 def as_json(value: Any) -> Any:
     """The value after it has been written and read."""
-    return json.loads(json.dumps(value, default=str))
+    return json.loads(json.dumps(value, default=plain))
 
 
 def _prompt(rows: Batch, row: int) -> list[int]:

@@ -115,6 +115,8 @@ def _in_thread(function: Callable[[], Any]) -> tuple[Call, Callable[[], object]]
                 if inspect.iscoroutine(value):
                     value.close()
                     raise TypeError("it returned a coroutine: define it with `async def`")
+                if inspect.isgenerator(value) or inspect.isasyncgen(value):
+                    raise TypeError("it has a `yield`: return the answer")
                 outcome = value, None
             except BaseException as error:
                 outcome = None, error

@@ -2,18 +2,19 @@
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, get_type_hints
 
-from transformers.utils.chat_template_utils import get_json_schema
+from pydantic import TypeAdapter, ValidationError
+from transformers.utils.chat_template_utils import DocstringParsingException, get_json_schema
 
 from valor.agents.formats import Schema
 from valor.agents.tools import Toolbox, ToolSource, name_of
 from valor.errors import UserError
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
         async def call(name: str, arguments: Mapping[str, Any]) -> Any:
             if name in toolbox.sub_agents:
                 return await by_name[name].function.plays(toolbox, **arguments)  # type: ignore[attr-defined]
-            return by_name[name].convert(await toolbox.run(by_name[name].function, arguments, name=name))
+            function = by_name[name].function
+            return by_name[name].convert(await toolbox.run(function, as_hinted(function, arguments), name=name))
 
         toolbox.calls |= {name: partial(call, name) for name in names}
         toolbox.sub_agents |= {name for name in names if hasattr(by_name[name].function, "plays")}
@@ -52,9 +54,35 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
     """
     name = name or getattr(function, "__name__", type(function).__name__)
     try:
-        if any(parameter.kind in _VARIADIC for parameter in inspect.signature(function).parameters.values()):
-            raise TypeError("*args and **kwargs cannot be described, name each argument")
+        if any(parameter.kind in _UNNAMED for parameter in inspect.signature(function).parameters.values()):
+            raise TypeError("*args, **kwargs and arguments before a / cannot be described, name each argument")
         schema = get_json_schema(function)
+    except DocstringParsingException as error:
+        written = (
+            "write a Google docstring: what it does, then 'Args:' and a line 'name: description' for each argument"
+        )
+        raise UserError(f"{name}() cannot be a tool: {error}; {written}") from error
     except Exception as error:  # transformers has several kinds, and hints may be names that mean nothing
         raise UserError(f"{name}() cannot be a tool: {' '.join(str(error).split())}") from error
     return {**schema, "function": {**schema["function"], "name": name}}
+
+
+def as_hinted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments from JSON in the types of a function's hints: in JSON 3.0 is an integer, an Enum's member a value."""
+    types = _types(getattr(function, "__func__", function))
+    return {name: _in_type(types[name], value) if name in types else value for name, value in arguments.items()}
+
+
+@cache
+def _types(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    with suppress(Exception):  # under a schema of its own, hints may be anything
+        return {name: TypeAdapter(hint) for name, hint in get_type_hints(function).items() if name != "return"}
+    return {}
+
+
+def _in_type(hint: TypeAdapter[Any], value: Any) -> Any:
+    for strict in (True, False):
+        with suppress(ValidationError):
+            read = hint.validate_python(value, strict=strict)
+            return value if strict else read
+    return value

@@ -13,14 +13,18 @@ from typing import Any, Literal, NamedTuple
 
 from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.exceptions import best_match
+from pydantic_core import to_jsonable_python
 
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
 from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
+from valor.data.messages import kind_of
 from valor.errors import UserError, did_you_mean
+from valor.tracking.generations import plain
 
 _MAX_COMPLAINT = 200  # characters
+_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
 
@@ -80,10 +84,10 @@ class Toolbox:
 
     `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. Sources fill
     `calls` (by name, from arguments to a ToolResult, a text or what JSON shows; may raise ToolFailed), `openings`
-    (texts for the policy) and `judges` (rewards of the episode). `run` is `run_tool` with its time limit. An
-    environment sets `messages` (None: the row's), `hidden` (what only a critic reads), `step` and `heard` (its methods;
-    None: it has none of its own). A loop sets `chat`, `play` (the episode) and `converse(talk, toolbox, most_turns)`,
-    by which the tools named in `sub_agents` play conversations of their own.
+    (texts for the policy), `judges` (rewards of the episode) and `unscored` (rewards that count for nothing). `run` is
+    `run_tool` with its time limit. An environment sets `messages` (None: the row's), `hidden` (what only a critic
+    reads), `step` and `heard` (its methods; None: it has none of its own). A loop sets `chat`, `play` (the episode) and
+    `converse(talk, toolbox, most_turns)`, by which the tools named in `sub_agents` play conversations of their own.
     """
 
     def __init__(self, toolset: Toolset) -> None:
@@ -92,6 +96,7 @@ class Toolbox:
         self.run = partial(run_tool, seconds=toolset.limits.tool_timeout)
         self.calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
         self.judges: list[Callable[[], Awaitable[float | None]]] = []
+        self.unscored: list[Callable[[], Awaitable[float | None]]] = []
         self.openings: list[str] = []
         self.messages: list[Mapping[str, Any]] | None = None
         self.hidden: Mapping[str, Any] = {}
@@ -110,6 +115,9 @@ class Toolbox:
         """
         known = [name_of(schema) for schema in self.schemas]
         selection = (row.get("extra_info") or {}).get("tool_selection")
+        if isinstance(selection, str):
+            raise UserError(f"extra_info.tool_selection must be a list of tools, got {selection!r}")
+        _check_kwargs(tool_kwargs(row))
         selected = known if selection is None or len(selection) == 0 else list(selection)
         for key, names in (("tool_selection", selected), ("tools_kwargs", tool_kwargs(row))):
             if unknown := [name for name in names if name not in known]:
@@ -139,9 +147,11 @@ class Toolbox:
         result = await self._result(call)
         return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
 
-    async def rewards(self) -> float | None:
+    async def rewards(self, *, scored: bool = True) -> float | None:
         """The sum of the rewards for the episode; None: nobody gives one. Raises EpisodeFailed."""
-        rewards = [reward for judge in self.judges if (reward := await judge()) is not None]
+        rewards = [
+            reward for judge in (self.judges if scored else self.unscored) if (reward := await judge()) is not None
+        ]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
@@ -167,7 +177,7 @@ class Toolbox:
                 raise ValueError(f"its reward is {result.reward}")
             if result.images:
                 result = replace(result, images=self.chat.files(result.images, call.name))
-            return replace(result, text=as_text(result.text))
+            return replace(result, text=as_text(result.text), reward=float(result.reward))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))
         except UserError:
@@ -193,21 +203,31 @@ def name_of(schema: Schema) -> str:
 def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """`extra_info.tools_kwargs` of a row, without the tools that have none."""
     by_name = (row.get("extra_info") or {}).get("tools_kwargs") or {}
+    if not isinstance(by_name, Mapping):
+        raise UserError(f"extra_info.tools_kwargs must be a dictionary by tools, got {kind_of(by_name)}")
     return {name: kwargs for name, kwargs in by_name.items() if kwargs is not None}
 
 
+def _check_kwargs(by_name: Mapping[str, Any]) -> None:
+    for name, kwargs in by_name.items():
+        given = kwargs if isinstance(kwargs, Mapping) else {str(kwargs): {}}
+        for key, value in given.items():
+            if value is not None and (key not in _KWARGS or not isinstance(value, Mapping)):
+                keys = f"its keys are {', '.join(_KWARGS)}, each with a dictionary"
+                raise UserError(f"extra_info.tools_kwargs.{name}: '{key}'{did_you_mean(key, _KWARGS)} ({keys})")
+
+
 def as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON, or by `str` where JSON has no form for it."""
-    if isinstance(value, str):
-        return value
+    """A text as it is, anything else as JSON: numbers of NumPy and torch, fields of objects, by `str` what has none."""
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
+        shown = to_jsonable_python(value, fallback=plain)
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    except Exception:  # also of the serializers of objects
         return str(value)
 
 
 def _error(kind: ToolError, text: str) -> ToolResult:
-    return ToolResult(f"Error: {text}{'' if text.endswith('?') else '.'}", error=kind)
+    return ToolResult(f"Error: {text}{'' if text.endswith(('?', '.')) else '.'}", error=kind)
 
 
 def _validator(schema: Schema) -> Draft202012Validator:

@@ -11,7 +11,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, Field
+from torch import Tensor
 
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import release
@@ -113,8 +115,10 @@ async def _instances_episode(
     async def close(name: str) -> None:
         await release(call(name, "release"))
 
-    async def reward() -> float:
-        return sum([float(await call(name, "calc_reward")) for name in judges])
+    async def reward(name: str) -> float | None:
+        """None of what is no number, as verl's SandboxFusionTool answers with a list."""
+        value = await call(name, "calc_reward")
+        return float(value) if isinstance(value, int | float | np.generic | Tensor) else None
 
     async with AsyncExitStack() as releases:
         for name in names:
@@ -127,9 +131,9 @@ async def _instances_episode(
             created = await toolbox.run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
             ids[name] = created[0] if isinstance(created, tuple) else created
             releases.push_async_callback(close, name)
-        judges = [name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward]
         toolbox.calls |= {name: partial(execute, name) for name in names}
-        toolbox.judges += [reward] if judges else []
+        counting = (name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward)
+        toolbox.unscored += [partial(reward, name) for name in counting]
         yield
 
 

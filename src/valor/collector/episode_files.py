@@ -10,6 +10,7 @@ from valor.agents.record import Record, as_json, episode_records, recorded_episo
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
+from valor.tracking.generations import plain
 from valor.tracking.rundir import write_atomically
 
 _KEY = "actor_rollout_ref.rollout.agent.replay_dir"
@@ -60,7 +61,7 @@ class EpisodeFiles:
         """Add the episodes of these prompts to the file."""
         if self._written is not None and self._file and self._agents is not None:
             records = episode_records(prompts, rows, self._agents.chat)
-            self._lines += (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
+            self._lines += (json.dumps(record, default=plain, ensure_ascii=False) + "\n" for record in records)
             write_atomically(self._written / self._file, "".join(self._lines))
 
 

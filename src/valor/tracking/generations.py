@@ -83,12 +83,12 @@ def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     for name in ("images", "teacher_log_probs"):
         if facts[name] is None:
             del facts[name]
-    record = to_jsonable_python(facts, inf_nan_mode="null", fallback=_plain)
+    record = to_jsonable_python(facts, inf_nan_mode="null", fallback=plain)
     for name in facts.keys() & set(_MEASURED):
         record[name] = record[name] and [None if number is None else float(f"{number:.6g}") for number in record[name]]
     return record
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Of NumPy and torch the numbers, of other objects their text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -44,6 +44,12 @@ class World(Env):
             return "only a text"
         if text == "picture":
             return Step([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], 0.0, False)
+        if text == "gym":
+            return "seen", 0.0, True, False, {}
+        if text in ("none", "int"):
+            return Step({"none": None, "int": 5}[text], 0.0, False)
+        if text == "one":
+            return Step({"role": "user", "content": "alone"}, 0.0, False)
         if text == "stop":
             raise UserError("fix this")
         return Step(f"you said {text}<|end|>", 0.5 if text == "half" else None, text == "win")
@@ -68,7 +74,7 @@ def world(tmp_path: Path) -> str:
 def loop_of(world: str, *overrides: str, response: int = 200) -> EnvLoop:
     key = "actor_rollout_ref.rollout"
     config = load([f"{key}.agent.environment={world}", f"{key}.multi_turn.tool_timeout=0.5", *overrides]).config
-    assert config.default_agent_loop == "environment_agent"
+    assert config.default_agent_loop in ("environment_agent", "tool_agent")
     return EnvLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
 
 
@@ -91,6 +97,18 @@ def play(loop: EnvLoop, *texts: str) -> tuple[Episode, list[str]]:
 def log_of(loop: EnvLoop) -> list[str]:
     name = loop.context.config.actor_rollout_ref.rollout.agent.environment
     return load_object(name.replace(":World", ":LOG"), "test")
+
+
+def test_what_a_tool_of_verl_calculates_is_recorded_beside_the_environments_score(world: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "from valor.agents import BaseTool\nclass T(BaseTool):\n    async def calc_reward(self, i, **kw): return 5.0\n"
+    )
+    schema = "{function: {name: t}}"
+    tools = f"tools: [{{class_name: '{tmp_path}/tools.py:T', tool_schema: {schema}}}]"
+    (tmp_path / "tools.yaml").write_text(tools)
+    multi = "actor_rollout_ref.rollout.multi_turn"
+    episode, _ = play(loop_of(world, f"{multi}.enable=true", f"{multi}.tool_config_path={tmp_path}/tools.yaml"), "win")
+    assert (episode.outcome, episode.info["tool_reward"]) == (0.0, 5.0)
 
 
 def test_turns_their_rewards_and_the_end(world: str) -> None:
@@ -124,6 +142,12 @@ def test_the_environment_may_add_to_the_prompt_or_replace_it(world: str, opening
     assert prompts == [prompt] and episode.prompt_ids == loop.chat.ids(prompt)
 
 
+def test_one_message_may_stand_alone(world: str) -> None:
+    options = "actor_rollout_ref.rollout.agent.environment_kwargs={opening: {role: user, content: U}}"
+    _, prompts = play(loop_of(world, options), "one", "win")
+    assert prompts == ["<|user|>U<|assistant|>", "<|user|>U<|assistant|>one<|end|><|user|>alone<|assistant|>"]
+
+
 def test_no_score_leaves_the_episode_to_a_grader(world: str) -> None:
     loop = loop_of(world, "actor_rollout_ref.rollout.agent.environment_kwargs={final: null}")
     assert play(loop, "win")[0].outcome is None
@@ -145,6 +169,9 @@ def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> 
     ("text", "said"),
     [
         ("raise", r"step\(\) raised ValueError: the world broke"),
+        ("gym", r"step\(\) returned tuple .*: return Step\(messages, reward, done\)"),
+        ("none", "the environment answered with nothing, which is neither a text nor messages"),
+        ("int", r"the environment answered with int \('5'\), which"),
         ("sleep", r"step\(\) gave no answer within 0.5 s"),
         ("wrong", r"step\(\) returned str"),
         ("picture", "answered with an image, and the run reads text: set data.image_key"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import openenv_server
-from valor.agents.env import Step, find_env
+from valor.agents.env import Step, env_source, find_env
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -197,6 +197,21 @@ class TestOpenEnv:
 def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         find_env(name, kwargs)()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def __init__(self): raise OSError('no server')", "the environment cannot be made: OSError: no server"),
+        ("def __init__(self): raise SystemExit(4)", "the environment cannot be made: SystemExit: 4"),
+        ("tools = ('hnt',)", "cannot be made: AttributeError: 'Mine' object has no attribute 'hnt'"),
+        ("tools = ('hint')", "cannot be made: TypeError: tools='hint' must be a list of methods"),
+    ],
+)
+def test_what_its_class_does_wrong_is_told_before_the_run(tmp_path: Path, body: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(f"from valor.agents import Env\nclass Mine(Env):\n    {body}\n")
+    with pytest.raises(UserError, match=said):
+        env_source(find_env(f"{tmp_path}/mine.py:Mine", {}))
 
 
 @pytest.mark.parametrize(

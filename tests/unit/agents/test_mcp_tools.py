@@ -206,6 +206,8 @@ def test_a_session_that_a_restarted_server_does_not_know_is_opened_again() -> No
     ("config", "said"),
     [
         ({}, "command: \\[program, arguments\\]"),
+        ({"command": []}, "command: \\[program, arguments\\]"),
+        ({"command": ["sleep", "60"]}, r"the MCP server sleep 60: no answer within 0\.5 s"),
         ({"command": "uvx server"}, "command: \\[program, arguments\\]"),
         ({"command": ["/no/such/program"]}, "No such file"),
         ({"command": [sys.executable, "-c", "pass"]}, "Connection closed"),
@@ -213,7 +215,11 @@ def test_a_session_that_a_restarted_server_does_not_know_is_opened_again() -> No
         ({"urls": "x"}, "unexpected keyword argument 'urls'"),
     ],
 )
-def test_a_server_that_cannot_be_had_is_told(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_a_server_that_cannot_be_had_is_told(
+    tmp_path: Path, config: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "60" in config.get("command", ()):
+        monkeypatch.setattr("valor.agents.mcp_tools._START_SECONDS", 0.5)
     path = tmp_path / "tools.yaml"
     path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": config}]}))
     with pytest.raises(UserError, match=said):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import torch
 
 from valor.agents.chat import Chat
@@ -33,7 +34,7 @@ def test_an_episode_comes_back_as_it_was():
         await play.turn()
         assert play.observe([70, 71])
         await play.turn(stop=CHAT.stop_texts("</a>"))
-        return play.end("turns", 0.5, {"calls": [{"turn": 1, "seconds": 0.1 + 0.2}]})
+        return play.end("turns", 0.5, {"calls": [{"turn": 1, "metrics": {"depth": np.float32(0.5)}}]})
 
     episode = asyncio.run(run())
     record = _record(episode)

@@ -1,10 +1,14 @@
 """The toolbox of an episode: every misbehaviour of a policy or a tool ends in one text and one count."""
 
 import asyncio
+import enum
 import threading
 import time
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 
 from valor.agents import tool_runner
 from valor.agents.env import Methods, env_source
@@ -42,6 +46,28 @@ async def fetch(key: str, missing: str | None = None) -> dict:
     return {"key": key, "missing": missing}
 
 
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def typed(n: int = 0, colour: Colour | None = None, pair: tuple[int, str] = (0, ""), x: float = 0.0) -> str:
+    """Say what came.
+
+    Args:
+        n: A number.
+        colour: A colour.
+        pair: Two things.
+        x: Another number.
+    """
+    return repr((n, colour, pair, x))
+
+
+@dataclass
+class Found:
+    places: list[int]
+    score: object
+
+
 def odd(kind: str):
     """Misbehave.
 
@@ -66,7 +92,13 @@ def odd(kind: str):
         "none": None,
         "surrogate": "a\ud800b\0c",
         "circle": circle,
-        "object": {1, 2},
+        "object": range(2),
+        "bytes": b"caf\xc3\xa9",
+        "integer": np.int64(3),
+        "numbers": {"a": np.arange(2), "t": torch.ones(1), "s": {1}},
+        "fields": [Found([1], np.float32(0.5))],
+        "generator": (kind for kind in "ab"),
+        "tensor": ToolResult("fine", reward=torch.tensor(0.5)),
         "nan": ToolResult("fine", reward=float("nan")),
         "rewarded": ToolResult("well done", reward=0.5, metrics={"depth": 2}),
         "coroutine": fetch("x") if kind == "coroutine" else None,
@@ -79,7 +111,7 @@ def run(work):
 
 def box(*sources, **limits):
     return Toolset(
-        sources or [function_source([add, fetch, odd])], MultiTurnConfig().model_copy(update=limits)
+        sources or [function_source([add, fetch, odd, typed])], MultiTurnConfig().model_copy(update=limits)
     ).toolbox()
 
 
@@ -134,7 +166,7 @@ def test_functions_get_their_schemas_from_hints_and_docstrings():
         (BadCall("{", 'the call has no "name"'), 'Error: malformed tool call, the call has no "name".', "malformed"),
         (
             ToolCall("ad", {}),
-            "Error: unknown tool 'ad'; did you mean add? (the tools are add, fetch, odd).",
+            "Error: unknown tool 'ad'; did you mean add? (the tools are add, fetch, odd, typed).",
             "unknown",
         ),
         (ToolCall("add", {}), "Error: wrong arguments for add, 'a' is a required property.", "arguments"),
@@ -152,7 +184,22 @@ def test_functions_get_their_schemas_from_hints_and_docstrings():
         (ToolCall("odd", {"kind": "none"}), "null", None),
         (ToolCall("odd", {"kind": "surrogate"}), "a\ufffdb\ufffdc", None),
         (ToolCall("odd", {"kind": "circle"}), "[[...]]", None),
-        (ToolCall("odd", {"kind": "object"}), '"{1, 2}"', None),
+        (ToolCall("odd", {"kind": "object"}), "range(0, 2)", None),
+        (ToolCall("odd", {"kind": "bytes"}), "café", None),
+        (ToolCall("odd", {"kind": "integer"}), "3", None),
+        (ToolCall("odd", {"kind": "numbers"}), '{"a": [0, 1], "t": [1.0], "s": [1]}', None),
+        (ToolCall("odd", {"kind": "fields"}), '[{"places": [1], "score": 0.5}]', None),
+        (
+            ToolCall("odd", {"kind": "generator"}),
+            "Error: odd raised TypeError: it has a `yield`: return the answer.",
+            "exception",
+        ),
+        (
+            ToolCall("typed", {"n": 3.0, "colour": "red", "pair": [1, "a"], "x": 2}),
+            "(3, <Colour.RED: 'red'>, (1, 'a'), 2)",
+            None,
+        ),
+        (ToolCall("typed", {"colour": None, "pair": [1]}), "(0, None, [1], 0.0)", None),
         (
             ToolCall("odd", {"kind": "nan"}),
             "Error: what odd returned cannot be used, ValueError: its reward is nan.",
@@ -174,6 +221,7 @@ def test_every_call_ends_in_one_text(tool_call, text, error):
 def test_a_tool_may_say_its_reward_and_metrics():
     result = run(call(box(), "odd", kind="rewarded"))
     assert (result.text, result.reward, result.metrics) == ("well done", 0.5, {"depth": 2}) and result.seconds > 0
+    assert type(run(call(box(), "odd", kind="tensor")).reward) is float
 
 
 @pytest.mark.parametrize(
@@ -383,6 +431,22 @@ def test_a_row_selects_its_tools():
         run(box().open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}}, "gone": None}}}))
     with pytest.raises(UserError, match="tools_kwargs: 'ad' is not one of the tools"):
         run(box().open({"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}, "gone": None}}}))
+    add.takes_kwargs = True
+    toolbox = box(function_source([add]))
+    del add.takes_kwargs
+    run(toolbox.open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}, "ground_truth": None}}}}))
+    for extra_info, message in [
+        (
+            {"tools_kwargs": {"add": {"create_kwarg": {}}}},
+            r"tools_kwargs\.add: 'create_kwarg'; did you mean create_kwargs\?",
+        ),
+        ({"tools_kwargs": {"add": {"create_kwargs": "72"}}}, r"'create_kwargs'.* each with a dictionary"),
+        ({"tools_kwargs": {"add": "72"}}, "'72' .its keys are create_kwargs, execute_kwargs"),
+        ({"tools_kwargs": '{"add": {}}'}, "tools_kwargs must be a dictionary by tools, got str"),
+        ({"tool_selection": "add"}, "tool_selection must be a list of tools, got 'add'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(toolbox.open({"extra_info": extra_info}))
 
 
 def test_tools_that_cannot_be_described_are_refused():
@@ -401,6 +465,24 @@ def test_tools_that_cannot_be_described_are_refused():
         """Add."""
         return sum(numbers)
 
+    def unnamed(a: int, /) -> int:
+        """Add.
+
+        Args:
+            a: A number.
+        """
+        return a
+
+    def numpy_style(a: int) -> int:
+        """Add.
+
+        Parameters
+        ----------
+        a : int
+            A number.
+        """
+        return a
+
     def untyped(a) -> int:
         """Add.
 
@@ -411,6 +493,8 @@ def test_tools_that_cannot_be_described_are_refused():
 
     for make, message in [
         (lambda: function_source([any_number]), r"any_number\(\) cannot be a tool: \*args"),
+        (lambda: function_source([unnamed]), r"unnamed\(\) cannot be a tool: .* arguments before a /"),
+        (lambda: function_source([numpy_style]), "description for the argument 'a'; write a Google docstring"),
         (lambda: function_source([untyped]), r"untyped\(\) cannot be a tool: Argument a is missing a type hint"),
         (lambda: function_source([lambda: 3]), "cannot be a tool"),
         (lambda: methods_source(NoReset), r"has no method reset\(\)"),

@@ -94,7 +94,7 @@ def test_instances_live_from_create_to_release():
         toolbox = toolset.toolbox()
         await toolbox.open(row)
         results = await toolbox.call_all([ToolCall("submit", {"answer": answer})])
-        reward = await toolbox.rewards()
+        reward = await toolbox.rewards(scored=False)
         await toolbox.close()
         return results[0], reward
 
@@ -114,7 +114,7 @@ def test_older_shapes_and_a_release_that_fails():
     async def episode():
         await toolbox.open({})
         result = await toolbox.call(ToolCall("a", {}))
-        reward = await toolbox.rewards()
+        reward = await toolbox.rewards(scored=False)
         await toolbox.close()
         return result.text, result.error, reward
 
@@ -131,10 +131,13 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
 
     async def episode():
         await toolbox.open({})
-        await toolbox.rewards()
+        return await toolbox.rewards(scored=False)
 
     with pytest.raises(EpisodeFailed, match="no finite number"):
         run(episode())
+    Picky.calc_reward = lambda self, instance_id: []  # as verl's SandboxFusionTool
+    toolbox = Toolset([base_tool_source([Picky({}, named("p"))])]).toolbox()
+    assert run(episode()) is None
     toolbox = Toolset([base_tool_source([Submit({}, SCHEMA)])]).toolbox()
     with pytest.raises(EpisodeFailed, match=r"submit\.create raised KeyError: 'ground_truth'"):
         run(toolbox.open({}))
