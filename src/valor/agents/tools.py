@@ -210,8 +210,8 @@ def tool_kwargs(row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _check_kwargs(by_name: Mapping[str, Any]) -> None:
     for name, kwargs in by_name.items():
-        given = kwargs if isinstance(kwargs, Mapping) else {str(kwargs): {}}
-        for key, value in given.items():
+        by_key = kwargs if isinstance(kwargs, Mapping) else {str(kwargs): {}}
+        for key, value in by_key.items():
             if value is not None and (key not in _KWARGS or not isinstance(value, Mapping)):
                 keys = f"its keys are {', '.join(_KWARGS)}, each with a dictionary"
                 raise UserError(f"extra_info.tools_kwargs.{name}: '{key}'{did_you_mean(key, _KWARGS)} ({keys})")
