@@ -27,6 +27,8 @@ from valor.trainer.phases.standard import STANDARD, phases_of
 from valor.trainer.phases.update_critic import value_loss_mistakes
 from valor.workers.roles import role_specs
 
+_CLIPS = {f"actor_rollout_ref.actor.{name}": name for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+_CLIPS["actor_rollout_ref.actor.clip_ratio"] = "clip_ratio_low"
 _BFLOAT16_STEPS = 2**9  # of a weight: what is less than that part of it is rounded away
 
 
@@ -214,9 +216,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
         elif key == "actor_rollout_ref.actor.loss_agg_mode" and (mode := loss.capability.aggregation):
             yield key, f"policy loss {loss.name} always aggregates as {mode}: this is for other terms, and the critic"
-        elif section == "actor_rollout_ref.actor" and name.startswith("clip_ratio"):
-            if not _takes(loss, "clip_ratio_low" if name == "clip_ratio" else name):
-                yield key, f"no effect: policy loss {loss.name} does not read it"
+        elif key in _CLIPS and not _takes(loss, _CLIPS[key]):
+            yield key, f"no effect: policy loss {loss.name} does not read it"
 
 
 def _takes(entry: Entry, option: str) -> bool:
