@@ -76,7 +76,7 @@ class UpdateConfig(Section):
     """Put samples into mini-batches in random order."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch."""
-    loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
+    loss_scale_factor: PositiveFloat = inherits("data.max_response_length", ".loss_agg_mode=seq-mean-token-sum-norm")
     """seq-mean-token-sum-norm: divisor of each sequence's sum."""
     freeze_vision_tower: bool = key(False, "data.image_key")
     """Leave the part of the model that reads images as it is."""

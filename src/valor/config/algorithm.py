@@ -93,7 +93,7 @@ class AlgorithmConfig(Section):
     """Discount per token."""
     lam: Share = key(1.0, _OF_REWARDS)
     """GAE's lambda."""
-    lam_actor: Share = inherits(".lam", _OF_REWARDS)
+    lam_actor: Share = inherits(".lam", {**_OF_REWARDS, ".adaptive_lam_alpha=null": ""})
     """Lambda of the advantages."""
     lam_critic: Share = inherits(".lam", {**_OF_REWARDS, "critic.kind=model": "a probe learns outcomes: lambda 1"})
     """Lambda of the critic's targets."""

@@ -27,16 +27,19 @@ _TURNS = f".enable or {_ENV} or {_AGENT}.default_agent_loop=environment_agent"
 _PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 
 
+_SAMPLED = {".effective_temperature": "answers are greedy"}
+
+
 class ValidationSamplingConfig(Section):
     """Sampling during validation."""
 
-    n: PositiveInt = 1
+    n: PositiveInt = key(1, {".repeats=false": "greedy answers to a prompt are all alike: set val_kwargs.temperature"})
     """Responses per validation prompt (mean@n, pass@k and maj@n need more than one)."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: NonNegativeFloat = key(0.0, ".do_sample!=false")
     """Softmax temperature; 0 is greedy."""
-    top_k: CountOrOff = -1
+    top_k: CountOrOff = key(-1, _SAMPLED)
     """Sample among the k likeliest tokens; -1 among all."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveShare = key(1.0, _SAMPLED)
     """Sample among the likeliest tokens that together have this probability."""
     do_sample: bool | None = None
     """false forces greedy decoding; null samples when temperature is above 0."""
@@ -49,6 +52,11 @@ class ValidationSamplingConfig(Section):
     def effective_temperature(self) -> float:
         """The temperature that generation uses: 0 where do_sample is false."""
         return 0.0 if self.do_sample is False else self.temperature
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a prompt gets the same answer several times."""
+        return self.n > 1 and self.effective_temperature == 0
 
 
 class WeightSyncConfig(Section):

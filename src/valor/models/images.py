@@ -171,8 +171,6 @@ def vision_tower(hf: Any) -> nn.Module | None:
 
 
 def freeze_vision_tower(hf: Any) -> None:
-    """Leave the vision tower as it is. UserError: the model has none."""
-    tower = vision_tower(hf)
-    if tower is None:
-        raise UserError(f"freeze_vision_tower=true, and {type(hf).__name__} has no vision tower: drop it")
-    tower.requires_grad_(False)
+    """Leave the vision tower as it is, where the model has one."""
+    if (tower := vision_tower(hf)) is not None:
+        tower.requires_grad_(False)

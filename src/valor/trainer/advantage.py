@@ -159,7 +159,9 @@ def component_scores(
             known = ", ".join(sorted({name for info in reward_info for name in info} - {NOT_GRADED})) or "none"
             raise UserError(
                 f"algorithm.adv_kwargs.reward_keys: '{key}' is not a number that every sample's grader reports "
-                f"(components are {known}): let the grader return it beside score" + ", again" * (key == "score")
+                f"(components are {known}): let the grader return it beside score"
+                + ", under a name of its own"
+                * (key == "score")
             )
         out[key] = torch.tensor(values, dtype=torch.float32)
     return out

@@ -27,6 +27,8 @@ from valor.trainer.phases.standard import STANDARD, phases_of
 from valor.trainer.phases.update_critic import value_loss_mistakes
 from valor.workers.roles import role_specs
 
+_CLIPS = {f"actor_rollout_ref.actor.{name}": name for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+_CLIPS["actor_rollout_ref.actor.clip_ratio"] = "clip_ratio_low"
 _BFLOAT16_STEPS = 2**9  # of a weight: what is less than that part of it is rounded away
 
 
@@ -119,9 +121,10 @@ def _phases(config: PPOConfig) -> Iterator[str]:
         return
     lines, roles = list[str](), role_specs(config, total_steps=1, eos_token_ids=[])
     for phase in phases:
-        if phase.role is not None and phase.role not in roles:
-            lines.append(f"phase '{phase.name}' runs in the role '{phase.role}', which this run does not have")
-        lines += _lines(phase.contradictions, config)
+        mistakes = _lines(phase.contradictions, config)
+        if not mistakes and phase.role is not None and phase.role not in roles:
+            mistakes = [f"phase '{phase.name}' runs in the role '{phase.role}', which this run does not have"]
+        lines += mistakes
     yield from lines
     if not lines:
         Schedule(phases)
@@ -198,7 +201,7 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
     estimator_keys = offered_settings(algorithm).keys() | {"lam", "adv_whitening"}
     named = {"lam": "lam_actor", "adv_whitening": "whitening"}
-    if config.trains_policy:  # a critic alone learns discounted outcomes, whatever the estimator
+    if not config.critic.enable:  # a critic learns discounted outcomes, whatever the estimator
         estimator_keys |= {"gamma"}
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -212,7 +215,9 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
         elif key == "actor_rollout_ref.actor.loss_agg_mode" and (mode := loss.capability.aggregation):
-            yield key, f"no effect: policy loss {loss.name} always aggregates as {mode}"
+            yield key, f"policy loss {loss.name} always aggregates as {mode}: this is for other terms, and the critic"
+        elif key in _CLIPS and not _takes(loss, _CLIPS[key]):
+            yield key, f"no effect: policy loss {loss.name} does not read it"
 
 
 def _takes(entry: Entry, option: str) -> bool:

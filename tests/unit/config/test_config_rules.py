@@ -19,6 +19,8 @@ from valor.config.tree import plain_keys, schema
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
 MASK = ["algorithm.reward_mask_type=bernoulli"]
+SAMPLED = "actor_rollout_ref.rollout.val_kwargs"
+GREEDY = ["data.val_files=v", f"{SAMPLED}.do_sample=false"]
 RM = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m"]
 
 
@@ -48,6 +50,13 @@ def test_settings_without_effect_are_listed_with_their_reason():
     }
 
 
+def test_validation_that_samples_reads_its_keys():
+    four = [f"{SAMPLED}.{name}" for name in ("n=4", "temperature=1", "top_p=0.7", "top_k=5")]
+    for argv in (four, [f"{SAMPLED}.n=1"]):
+        loaded = load([*argv, "data.val_files=v"])
+        assert inert_settings(loaded.config, loaded.explicit_keys) == {}
+
+
 def test_a_rule_is_not_about_the_key_that_it_asks():
     argv = ["critic.enable=false", "algorithm.adv_estimator=grpo", "reward.reward_model.enable=false"]
     loaded = load([*argv, "actor_rollout_ref.rollout.server.weight_updates=none"])
@@ -67,6 +76,15 @@ def test_a_rule_is_not_about_the_key_that_it_asks():
         ("algorithm.rollout_correction.loss_type=reinforce", [], "with rollout_correction.bypass_mode=false"),
         ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1", [], "is in the actor's proc"),
         ("actor_rollout_ref.actor.optim.min_lr_ratio=1", [], "with optim.lr_scheduler_type=constant"),
+        ("actor_rollout_ref.actor.loss_scale_factor=9", [], "with actor.loss_agg_mode=token-mean"),
+        ("algorithm.lam_actor=0.9", ["algorithm.adaptive_lam_alpha=0.5"], "with algorithm.adaptive_lam_alpha=0.5"),
+        (
+            f"{SAMPLED}.n=4",
+            ["data.val_files=v"],
+            "greedy answers to a prompt are all alike: set val_kwargs.temperature",
+        ),
+        (f"{SAMPLED}.top_p=0.7", GREEDY, "answers are greedy"),
+        (f"{SAMPLED}.temperature=1", GREEDY, "with val_kwargs.do_sample=false"),
     ],
 )
 def test_rules_that_do_not_hold(key, argv, reason):

@@ -51,6 +51,10 @@ def test_loads_in_float32_and_in_bfloat16(model_dir):
     assert not exact.training
 
 
+def test_a_model_of_text_has_no_vision_tower_to_freeze(model_dir):
+    assert all(weight.requires_grad for weight in load_policy(section(model_dir), frozen_vision=True).parameters())
+
+
 def test_no_directory(tmp_path):
     assert "no model directory" in refused(tmp_path / "nothing")
 

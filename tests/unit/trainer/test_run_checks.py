@@ -1,16 +1,18 @@
 """What algorithms, engines and places find in a configuration: all at once, a line each, before anything is loaded."""
 
 from types import SimpleNamespace
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig, load
-from valor.config.tree import nested
+from valor.config.tree import nested, plain_keys, schema
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.trainer.checks import check, derived, inert_settings, lacks_memory, lost_in_rounding
 from valor.trainer.memory_plan import GIB
+from valor.trainer.phases.standard import phases_of
 
 ACTOR = "actor_rollout_ref.actor"
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
@@ -34,6 +36,14 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ),
         (["critic.freeze=true", "critic.model.path=x", "trainer.critic_warmup=3"], "critic_warmup trains the critic"),
         (["critic.freeze=true"], "critic.model.path is not set"),
+        (
+            [
+                "algorithm.adv_estimator=reinforce_plus_plus",
+                "data.sampler.difficulty.enable=true",
+                "data.sampler.difficulty.predictor=critic",
+            ],
+            "predictor=critic needs a critic: set critic.enable=true",
+        ),
         (
             ["algorithm.reward_source=critic", "algorithm.adv_estimator=reinforce_plus_plus"],
             "reward_source=critic needs a critic",
@@ -229,7 +239,33 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
     assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}
     gspo = [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean"]
     noted = inert_settings(load(gspo).config, {f"{ACTOR}.loss_agg_mode"})
-    assert noted == {f"{ACTOR}.loss_agg_mode": "no effect: policy loss gspo always aggregates as seq-mean-token-mean"}
+    reason = "policy loss gspo always aggregates as seq-mean-token-mean: this is for other terms, and the critic"
+    assert noted == {f"{ACTOR}.loss_agg_mode": reason}
+    clips = [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.3", f"{ACTOR}.clip_ratio_c=4"]
+    assert inert(*clips) == {} and inert(*clips, f"{ACTOR}.policy_loss.loss_mode=gspo").keys() == {
+        f"{ACTOR}.clip_ratio_c"
+    }
+    assert inert(*clips, f"{ACTOR}.policy_loss.loss_mode=gpg").keys() == {clip.partition("=")[0] for clip in clips}
+    grpo = ["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"]  # of a critic's returns
+    assert inert(*grpo).keys() == {"algorithm.gamma"} and inert(*grpo, "critic.enable=true") == {}
+
+
+@pytest.mark.parametrize("chosen", [{}, {"algorithm.reward_source": "critic"}, {"algorithm.adv_estimator": "remax"}])
+def test_settings_without_effect_change_no_phase(chosen):
+    """Switches and choices that the run does not read."""
+
+    def phases(config: PPOConfig) -> list[tuple[str, str, frozenset[str]]]:
+        return [(phase.name, phase.plan(), phase.adds) for phase in phases_of(config)]
+
+    standard, tried = PPOConfig.model_validate(nested(chosen)), 0
+    for key in inert_settings(standard, [key.name for key in plain_keys(PPOConfig)]):
+        kind = schema(PPOConfig)[key].info.annotation
+        for value in (
+            get_args(kind) if get_origin(kind) is Literal else {bool: [True, False], float: [0.5]}.get(kind, [])
+        ):
+            tried += 1
+            assert phases(PPOConfig.model_validate(nested({**chosen, key: value}))) == phases(standard), key
+    assert tried > 60
 
 
 BF16 = "fsdp_config.model_dtype=bfloat16"

@@ -38,10 +38,12 @@ class Advantages(Phase):
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         algorithm, options = config.algorithm, ADVANTAGES[config.algorithm.adv_estimator].options
-        self.with_positive = bool(config.actor_rollout_ref.actor.positive_nll_coef)
+        imitates = config.actor_rollout_ref.actor.positive_nll_coef > 0
+        self.with_positive = imitates and algorithm.reward_source != "critic"
         self.reads_if_there = frozenset(_READS_IF_THERE.split()) | (options & {*OFFERED_COLUMNS})
         added = ["advantages", "returns"]
-        added += ["value_mask"] * (algorithm.gae_unit == "turn" and not from_critic(algorithm))
+        by_turn = algorithm.gae_unit == "turn" and "gae_unit" in options
+        added += ["value_mask"] * (by_turn and not from_critic(algorithm))
         added += ["positive"] * self.with_positive
         self.adds = frozenset(added)
 

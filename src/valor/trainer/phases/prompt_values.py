@@ -27,7 +27,8 @@ class PromptValues(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.data.sampler.difficulty.predictor == "critic"
+        difficulty = config.data.sampler.difficulty
+        return difficulty.enable and difficulty.predictor == "critic"
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:

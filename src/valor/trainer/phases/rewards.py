@@ -69,10 +69,11 @@ class Rewards(Phase):
 
     def plan(self) -> str:
         algorithm = self.algorithm
-        parts = ["the critic's value in place of scores" if algorithm.reward_source == "critic" else "scores"]
-        if algorithm.reward_binarize:
+        by_critic = algorithm.reward_source == "critic"
+        parts = ["the critic's value in place of scores" if by_critic else "scores"]
+        if algorithm.reward_binarize and not by_critic:
             parts.append(f"1 above {algorithm.reward_threshold:g}, else 0")
-        if algorithm.reward_noise:
+        if algorithm.reward_noise and not by_critic:
             parts.append(f"noise of {algorithm.reward_noise:g}")
         if algorithm.use_kl_in_reward:
             parts.append(f"KL penalty ({algorithm.kl_penalty})")
