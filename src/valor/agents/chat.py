@@ -130,7 +130,7 @@ class Chat:
         """Messages of others with their parts {"type": "image", "image": image} in files. EpisodeFailed: as `files`, or
         a part is neither that nor {"type": "text", "text": text}."""
         several = isinstance(messages, Iterable) and not isinstance(messages, Mapping)
-        said = [*messages] if several else [messages]  # one message may stand alone
+        said: list[Any] = [*messages] if several else [messages]  # one message may stand alone
         if not all(isinstance(message, Mapping) for message in said):
             raise EpisodeFailed(f"{where} answered with {kind_of(messages)}, which is neither a text nor messages")
         shown = [with_calls(message, where, "messages") for message in said]
