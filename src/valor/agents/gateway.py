@@ -233,8 +233,15 @@ class Gateway:
         from starlette.routing import Mount, Route
 
         async def chat(http: Request) -> Response:
-            session, request = await self.find(http)
-            reply = await _answer(session, request, http)
+            try:
+                session, request = await self.find(http)
+                reply = await _answer(session, request, http)
+            except Refused:
+                raise
+            except Exception as error:  # raised on, it would close the connection, and the answer could be lost
+                logger.exception("a request failed")
+                reason = f"the server failed: {type(error).__name__}: {error}"
+                return JSONResponse({"error": {"message": reason, "type": "internal_server_error", "code": 500}}, 500)
             return _streamed(reply) if request.get("stream") else JSONResponse(reply)
 
         async def models(_: Request) -> Response:
@@ -245,18 +252,13 @@ class Gateway:
             error = {"message": reason, "type": "invalid_request_error", "code": reason.split(":")[0]}
             return JSONResponse({"error": error}, refusal.status)
 
-        async def fail(_: Request, error: Exception) -> Response:  # which the log shows
-            reason = f"the server failed: {type(error).__name__}: {error}"
-            return JSONResponse({"error": {"message": reason, "type": "internal_server_error", "code": 500}}, 500)
-
         async def refuse_path(http: Request, error: Any) -> Response:
             reason = f"{http.method} {http.url.path} is not served: only POST …/v1/chat/completions and GET …/v1/models"
             return await refuse(http, Refused(error.status_code, reason))
 
         routes = [Route("/chat/completions", chat, methods=["POST"]), Route("/models", models)]
         mounts = [Mount(f"{place}/v1", routes=routes) for place in self.places]
-        handlers: Any = {Refused: refuse, HTTPException: refuse_path, Exception: fail}
-        return Starlette(routes=mounts, exception_handlers=handlers)
+        return Starlette(routes=mounts, exception_handlers={Refused: refuse, HTTPException: refuse_path})
 
     async def find(self, http: Request) -> tuple[Session, dict[str, Any]]:
         """The session of a request, and its JSON. Refused: there is no such session, or the key is wrong."""
