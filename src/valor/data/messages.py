@@ -40,9 +40,9 @@ def parse_messages(
         except UserError as error:
             raise UserError(f"{where}: '{name}' {error}") from None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        what = "a list of messages" if text_role is None else "text, or a list of messages"
+        accepted = "a list of messages" if text_role is None else "text, or a list of messages"
         raise UserError(
-            f'{where}: \'{name}\' must be {what} like [{{"role": "user", "content": "..."}}], got {kind_of(value)}'
+            f'{where}: \'{name}\' must be {accepted} like [{{"role": "user", "content": "..."}}], got {kind_of(value)}'
         )
     if not value:
         raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
