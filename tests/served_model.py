@@ -282,7 +282,8 @@ class ServedModel:
         return self.generate(name, ids, params, how["seed"], images)
 
     def valor_describe(self) -> dict[str, Any]:
-        return {"dtype": "float32", "parts": 1, "weights": self.names[-1] if len(self.names) > 1 else None}
+        weights = self.names[-1] if len(self.names) > 1 else None
+        return {"dtype": "float32", "parts": 1, "weights": weights, "ends_in_parts": False}
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
         files = [load_file(file) for file in sorted(Path(folder).glob("*.safetensors"))]

@@ -43,7 +43,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 RESTARTS = max(int(os.environ.get("VALOR_KILLS", "7")) // 10, 1)  # of a server that a run uses
 START_SECONDS = 600  # on a machine with a lot else to do
 # As docs/rollout.md says, and what makes it small and quick to start.
-COMMAND = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+COMMAND = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill"]
 COMMAND += ["--worker-extension-cls", "valor.rollout.server.receiver.WeightReceiver"]
 COMMAND += ["--enforce-eager", "--block-size", "32", "--max-model-len", "800", "--kv-cache-memory-bytes", "33554432"]
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
@@ -150,9 +150,10 @@ def gap(model: PreTrainedModel, work: list[Request], outputs: list[Output]) -> T
 @pytest.fixture
 def engine(server) -> Iterator[ServerEngine]:
     init_process_group("cpu")
-    section = {"base_url": server.url, "model": str(server.folder)}
+    section = {"base_url": server.url, "model": str(server.folder), "timeout": 120}
     yield ServerEngine(RolloutConfig(name="server", server=section, dtype="float32"), eos_token_ids=[1])
     destroy_process_group()
+    print((server.folder / "server.log").read_text()[-8000:])  # shown where the test has failed
 
 
 def sync(engine: ServerEngine, model: PreTrainedModel, version: int, without: str = "") -> None:
@@ -257,6 +258,14 @@ def test_an_aborted_sequence_goes_on_from_what_it_has(server, engine):
         assert output.spans == ((Span(n, 1), Span(TOKENS - n, 2)) if n else (Span(TOKENS, 2),))
     _, unaborted, *others = cut_off(engine, 1)
     assert unaborted.finish_reason == "length" and {one.finish_reason for one in others} == {"abort"}
+
+
+def test_prompts_of_more_tokens_than_a_step_reads(server, engine):
+    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    sync(engine, model, 1)
+    generator = torch.Generator().manual_seed(2)
+    work = [replace(one, prompt_ids=torch.randint(3, 260, (700,), generator=generator).tolist()) for one in WORK]
+    assert gap(model, work, engine.generate(work)).max() < 1e-4
 
 
 def test_a_run(server, overrides, tmp_path):

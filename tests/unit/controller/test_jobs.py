@@ -101,7 +101,8 @@ with StopRequest() as stop:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_each_ctrl_c_reaches_the_running_job_once(terminal, tmp_path):
     """A run that gets one more than its user has typed gives up saving."""
-    process = subprocess.Popen([sys.executable, "-c", SWEEPS, str(tmp_path), COUNTS], start_new_session=True)
+    command = [sys.executable, "-X", "faulthandler", "-c", SWEEPS, str(tmp_path), COUNTS]
+    process = subprocess.Popen(command, start_new_session=True)
     log = tmp_path / LOG_FILE
     for count in range(2):
         while not log.exists() or len(log.read_text().split()) <= count:
@@ -109,7 +110,12 @@ def test_each_ctrl_c_reaches_the_running_job_once(terminal, tmp_path):
             time.sleep(0.02)
         time.sleep(1.2)  # two within a second are one
         (os.killpg if terminal else os.kill)(process.pid, signal.SIGINT)
-    process.wait(60)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # says where it hangs
+        process.wait()
+        raise
     assert log.read_text().split() == ["began", "signal", "signal"]
 
 

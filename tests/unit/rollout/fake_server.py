@@ -16,6 +16,7 @@ from json_http import JsonHandler
 from valor.rollout.transfer import checksum
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -1.5]
+DESCRIBED = {"dtype": "float32", "parts": 1, "weights": None, "ends_in_parts": False}
 
 
 def tokenizer(text: str) -> dict[str, list[int]]:
@@ -28,7 +29,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.models: list[dict[str, Any]] = [{"id": "m", "max_model_len": 64}]
         self.mode = "processed_logprobs"
-        self.described: dict[str, Any] | None = {"dtype": "float32", "parts": 1, "weights": None}
+        self.described: dict[str, Any] | None = dict(DESCRIBED)
         self.with_tokens, self.encode = True, tokenizer
         self.replies: list[int] = []  # status of the next completions; then 200
         self.key: str | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_server import LOGITS, FakeServer, tokenizer
+from fake_server import DESCRIBED, LOGITS, FakeServer, tokenizer
 
 from valor.config import RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
@@ -220,7 +220,8 @@ def test_a_server_that_will_do(servers):
         ({"key": "secret"}, {}, f"refuses the key .status 401.: .* {KEY}"),
         ({"described": None}, {}, "takes no weights: .*VLLM_SERVER_DEV_MODE=1 .*WeightReceiver.*weight_updates=none"),
         ({}, {"dtype": "bfloat16"}, "computes in float32: start it with --dtype bfloat16, or set .*dtype=float32"),
-        ({"described": {"dtype": "float32", "parts": 2, "weights": None}}, {}, "has replicas"),
+        ({"described": DESCRIBED | {"parts": 2}}, {}, "has replicas"),
+        ({"described": DESCRIBED | {"ends_in_parts": True}}, {}, "on a CPU, .*: .* --no-enable-chunked-prefill"),
     ],
 )
 def test_what_a_server_lacks_is_said_in_one_line(fault, more, words, servers, monkeypatch):

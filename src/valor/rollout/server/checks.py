@@ -127,6 +127,11 @@ class _Probe:
                 "has replicas or pipeline stages, and weights are sent to one whole model: start one server for each "
                 "replica and list them all, split the model by --tensor-parallel-size alone"
             )
+        if worker["ends_in_parts"]:
+            raise self._lack(
+                "is on a CPU, where vLLM ends when prompts are too long to be read at once: start it with "
+                "--no-enable-chunked-prefill"
+            )
 
     def _complete(self, ids: list[int], temperature: float, top_k: int = -1, **fields: Any) -> tuple[Completion, Any]:
         """One token after the prompt `ids`, with `fields` of the JSON replaced: the request and the server's answer."""

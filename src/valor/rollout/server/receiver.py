@@ -24,18 +24,22 @@ class WeightReceiver:
     `valor_weights`: the name under which the last complete update was sent; None: what the server was started with.
     """
 
+    device: Any
     model_runner: Any
     parallel_config: Any
+    scheduler_config: Any
     valor_weights: str | None = None
     _valor_held: HeldWeights | None = None
 
     def valor_describe(self) -> dict[str, Any]:
-        """Precision, number of replicas times pipeline stages, and the name of the present weights."""
+        """Precision, number of replicas times pipeline stages, the name of the present weights, and whether a prompt
+        read in parts ends this server: with a seed vLLM 0.30 rewinds its generator, which only GPUs' can do."""
         parallel = self.parallel_config
         return {
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
             "parts": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "weights": self.valor_weights,
+            "ends_in_parts": self.device.type == "cpu" and self.scheduler_config.enable_chunked_prefill,
         }
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
