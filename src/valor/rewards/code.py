@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _RESPONSE = ("solution", "main", "your_module")  # modules by which tests mean the response
 _RUN = "__run__"
-# What solutions of LeetCode's form take for granted.
+# What solutions of LeetCode's form take for granted, and programs to the graders of LiveCodeBench and PRIME.
 _PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -297,20 +297,29 @@ def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Fun
 
 
 def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
-    """Passed, total, and what went wrong first. After one that found no end, no further tests are run."""
-    total, passed, done, first = len(tests.inputs), 0, 0, None
+    """Passed, total, and what went wrong first."""
     with _sandbox(tests.seconds) as sandbox:
-        for outcome in sandbox.run_all(code, tests.inputs, time.monotonic() + _seconds):
-            if outcome.error is None and same_output(outcome.stdout, tests.outputs[done]):
-                passed += 1
-            elif first is None:
-                first = f"test {done + 1} of {total}: {outcome.error or 'wrong output'}"
-            done += 1
-            if outcome.timed_out:
-                break
+        end = time.monotonic() + _seconds
+        passed, error = _run_inputs(sandbox, code, tests, end)
+        if "NameError" in (error or ""):  # not before: the imports take as long as a short program
+            passed, error = _run_inputs(sandbox, f"{_PRELUDE}{code}", tests, end)
+    return passed, len(tests.inputs), error
+
+
+def _run_inputs(sandbox: Sandbox, code: str, tests: ProgramTests, end: float) -> tuple[int, str | None]:
+    """Passed, and what went wrong first. After a test that found no end no further ones are run."""
+    total, passed, done, first = len(tests.inputs), 0, 0, None
+    for outcome in sandbox.run_all(code, tests.inputs, end):
+        if outcome.error is None and same_output(outcome.stdout, tests.outputs[done]):
+            passed += 1
+        elif first is None:
+            first = f"test {done + 1} of {total}: {outcome.error or 'wrong output'}"
+        done += 1
+        if outcome.timed_out:
+            break
     if done < total and first is None:
         first = f"{done} of {total} tests took {_seconds:.3g} s: raise reward.timeout"
-    return passed, total, first
+    return passed, first
 
 
 def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int, int, str | None]:

@@ -192,6 +192,10 @@ RIGHT: dict[str, tuple[Any, str]] = {
             "    print(sum(map(int, input().split())))\nasyncio.run(main())"
         ),
     ),
+    "a program without imports": (
+        SUM,
+        block("sys.stdin.readline()\nprint(reduce(int.__add__, map(int, input().split())))"),
+    ),
     "function of values": (CALLS, block("def pairs(a, b):\n    return [(x, b) for x in a]")),
     "Solution": (
         CALLS,
