@@ -127,6 +127,8 @@ THOUGHT = "hm\n</think>\n\nSo."
         ("opens_think", "  still thinking ", "<|im_end|>", "tool", "<think>\n  still thinking "),
         ("qwen3_thinking", THOUGHT, "<|im_end|>", "tool", f"<think>\n{THOUGHT}"),
         ("qwen3_thinking", THOUGHT, "<|im_end|>", "user", None),
+        ("nemotron", THOUGHT, "<|im_end|>", "tool", f"<think>\n{THOUGHT}"),
+        ("nemotron", THOUGHT, "<|im_end|>", "user", None),
         ("deepseek_r1", "still thinking", "<|end_of_sentence|>", "tool", "<think>\nstill thinking"),
         ("deepseek_r1", THOUGHT, "<|end_of_sentence|>", "tool", None),
         ("deepseek_r1", THOUGHT, "<|end_of_sentence|>", "user", None),
