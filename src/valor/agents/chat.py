@@ -237,6 +237,8 @@ class Conversation:
             self._text = self._chat.render(self.messages, self._tools)
 
         with suppress(UserError):
+            if any(m["role"] == "tool" for m in added) and not self._chat.shows("tool_answers_text"):
+                raise UserError("the template shows results behind calls in a field of their own alone")
             render(said)
             if (start := self._end_of_answer(before)) is not None:
                 return start

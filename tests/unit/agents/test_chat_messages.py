@@ -293,6 +293,7 @@ CALLS = {  # the format that the template writes; a call of `look`; what the res
     "minimax": ("minimax", 'hm</think><invoke name="look"></invoke>', "[e~[", "]~b]tool\n<response>a"),
     "kimi": ("kimi", KIMI.format("functions.look:0"), "<|im_end|>", "## Return of functions.look:0\na"),
     "qwen3_thinking": ("hermes", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "<|im_end|>", "\na"),
+    "gemma4": ("hermes", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "<end_of_turn>", "tool\na"),
 }
 
 
