@@ -65,7 +65,7 @@ def load_object(name: str, key: str, *, stays: bool = True) -> Any:
     UserError, naming the configuration `key` that holds it: there is none, or its import fails.
     """
     source, _, member = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not source or not member:
+    if not source or not member or name.endswith(".py"):
         raise UserError(f"{key}: '{name}' must be file.py:Name or package.module.Name")
     if source.endswith(".py") or "/" in source:
         module = load_file(source, key, stays=stays)

@@ -25,6 +25,7 @@ Message = Mapping[str, Any]
 _HIDDEN = "\ue000{}\ue001"  # around the bytes, in hexadecimal, of a text that must not be read as a special token
 _HIDDEN_TEXT = re.compile("\ue000((?:[0-9a-f]{2})+)\ue001")
 _ANSWER = "\ue000\ue001"  # in the place of an answer
+_OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
 class Chat:
@@ -236,13 +237,18 @@ class Conversation:
             self._text = self._chat.render(self.messages, self._tools)
 
         with suppress(UserError):
+            if any(m["role"] == "tool" for m in added) and not self._chat.shows("tool_answers_text"):
+                raise UserError("the template shows results behind calls in a field of their own alone")
             render(said)
             if (start := self._end_of_answer(before)) is not None:
                 return start
             # The prompt may have opened what the answer goes on with, such as a thought: then it is part of the answer.
             marked = [*earlier, {**said, "content": _ANSWER}, *added]
             header, mark, _ = self._chat.render(marked, self._tools).partition(_ANSWER)
-            opened = before.removeprefix(header) if mark and before.startswith(header) else ""
+            thought = _OPEN_THOUGHT.search(before)  # behind a header with another one, as Nemotron's template writes
+            opened = (
+                before.removeprefix(header) if mark and before.startswith(header) else thought[0] if thought else ""
+            )
             render({**said, "content": opened + self._answer})
             if (start := self._end_of_answer(before)) is not None:
                 return start

@@ -42,13 +42,13 @@ def mcp_tools(
     variables = tuple((name, str(value)) for name, value in (env or {}).items())
     connection = _connection(tuple(map(str, command or ())), variables, url, api_key_env)
     try:
-        tools = connection.submit(connection.tools()).result(_START_SECONDS)
+        server, tools = connection.submit(connection.tools()).result(_START_SECONDS)
     except Exception as error:
         reason = f"no answer within {_START_SECONDS:g} s" if isinstance(error, TimeoutError) else _reason(error)
         raise UserError(f"the MCP server {url or ' '.join(command or ())}: {reason}") from None
     schemas = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
     return [
-        FunctionTool(partial(connection.call, schema["name"]), {"type": "function", "function": schema})
+        FunctionTool(partial(connection.call, schema["name"]), {"type": "function", "function": schema}, server=server)
         for schema in schemas
     ]
 
@@ -65,15 +65,15 @@ class _Connection(LoopThread):
         self._client: Any = None
         self._lost, self._opening = asyncio.Event(), asyncio.Lock()
 
-    async def tools(self) -> list[Any]:
-        """All tools, page by page; on this object's loop."""
+    async def tools(self) -> tuple[str, list[Any]]:
+        """The server's name, and all tools, page by page; on this object's loop."""
         client, tools, cursor = await self._connected(), [], None
         while True:
             page = await client.list_tools(cursor=cursor)
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return tools
+                return client.server_info.name, tools
 
     async def call(self, name: str, /, **arguments: Any) -> ToolResult:
         """A call's result, for any loop. An error is a text, and the next call opens a new session."""

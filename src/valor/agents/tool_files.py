@@ -1,5 +1,10 @@
 """Tools by the paths in a configuration: a tools file in verl's form, functions of a file, a class of environments."""
 
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
 from valor.agents.tool_sources import FunctionTool, function_source, schema_of
-from valor.agents.tools import ToolSource
+from valor.agents.tools import ToolSource, name_of
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
 from valor.config import load_yaml
 from valor.errors import UserError, did_you_mean
@@ -30,15 +35,36 @@ class _ToolsFile(BaseModel):
 
 def load_sources(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[ToolSource]:
     """The tools that a configuration names. Raises UserError for files, entries and classes that cannot be used."""
-    sources: list[ToolSource] = []
-    if tool_config_path is not None:
-        sources += _load_tools_file(tool_config_path)
-    if function_tool_path is not None:
-        sources.append(function_source(load_function_tools(function_tool_path)))
-    return sources
+    entries = [] if tool_config_path is None else _load_tools_file(tool_config_path)
+    functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
+    tools = _told_apart(entries, functions)
+    described = [tool for tool in tools if isinstance(tool, FunctionTool)]
+    of_file = [function_source(described), base_tool_source([tool for tool in tools if tool not in described])]
+    return [*(of_file if entries else ()), *([function_source(functions)] if functions else ())]
 
 
-def _load_tools_file(path: str) -> list[ToolSource]:
+def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTool]) -> list[Any]:
+    """The tools of all entries. One of an MCP server whose name is another's too is called SERVER_TOOL, by what the
+    server calls itself, with a number from the second server of that name on."""
+    uses, servers, tools = Counter(map(_name_of, chain(*entries, functions))), Counter[str](), list[Any]()
+    for entry in entries:
+        server = re.sub(r"[^\w-]+", "_", getattr(next(iter(entry), None), "server", ""), flags=re.ASCII)
+        servers[server] += 1
+        prefix = f"{server}{servers[server] if servers[server] > 1 else ''}_"
+        for tool in entry:
+            if server and uses[name := _name_of(tool)] > 1:
+                function = {**tool.schema["function"], "name": prefix + name}
+                tools.append(replace(tool, schema={**tool.schema, "function": function}))
+            else:
+                tools.append(tool)
+    return tools
+
+
+def _name_of(tool: Any) -> str:
+    return name_of(tool.schema) if isinstance(tool, FunctionTool) else tool.name
+
+
+def _load_tools_file(path: str) -> list[list[Any]]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         if "${" in text:
@@ -51,17 +77,16 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; check {_KEY}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not yaml: {' '.join(str(error).split())}") from None
-    tools: list[Any] = []
+    tools: list[list[Any]] = []
     for number, entry in enumerate(entries):
         try:
-            tools += _make_tools(entry)
+            tools.append(_make_tools(entry))
         except UserError as error:
             raise UserError(f"{path}: tools[{number}]: {error}") from None
         except Exception as error:
             reason = f"{entry.class_name} cannot be made ({type(error).__name__}: {error})"
             raise UserError(f"{path}: tools[{number}]: {reason}") from error
-    others = [tool for tool in tools if not isinstance(tool, FunctionTool)]
-    return [function_source([tool for tool in tools if isinstance(tool, FunctionTool)]), base_tool_source(others)]
+    return tools
 
 
 def _make_tools(entry: _Entry) -> list[Any]:

@@ -19,11 +19,13 @@ _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, ins
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A function or coroutine function, and its schema. `convert` is applied to the result."""
+    """A function or coroutine function, and its schema. `convert` is applied to the result. `server`: the name of the
+    MCP server that has it."""
 
     function: Callable[..., Any]
     schema: Schema
     convert: Callable[[Any], Any] = lambda result: result
+    server: str = ""
 
 
 def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> ToolSource:

@@ -30,6 +30,10 @@ _PARTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": _MARK},
         ],
     ),
+    "tool_answers_text": (
+        "what tools answer to calls in the content",
+        [_QUESTION, _ANSWER, {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": _MARK}],
+    ),
     "tools": ("tools (their schemas)", [_QUESTION]),
     "tool_calls": ("tool_calls", [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}]),
     "reasoning_content": ("reasoning_content", [_QUESTION, {**_ANSWER, "reasoning_content": _MARK}]),

@@ -57,7 +57,7 @@ _VERB = (
     rf"\s*(?:[)*:]\s*)?(?:{_any('is are was were be seems? looks? must would can has to appears')}\s+)*"
     r"(?:(?:the|an?|all|both|also|just|only|likely|[a-z]+ly)\s+)*"
 )
-_CHINESE_VERB = r"\s*(?:这个)?(?:选?项)?(?:显然|明显|都|均|也|是|的说法|说法|为)*"
+_CHINESE_VERB = r"\s*(?:这个)?(?:选?项)?(?:显然|明显|都|均|也|才|是|的说法|说法|为)*"
 _NOT_AFTER = re.compile(
     rf"{_VERB}(?:not?\b(?! (?:{WRONG}|ruled))|{WRONG}|(?:ruled )?out\b|too\b|eliminated|excluded|distractor"
     r"|impossible|unlikely|irrelevant|implausible|invalid)"
@@ -70,7 +70,7 @@ _RIGHT_AFTER = re.compile(
     rf"{_VERB}(?:\w+\s+)?{_any('correct right best true answer accurate choice valid')}|\s*[\u2713\u2705]"
     r"|\s*(?:it is|fits|matches|works|wins|holds|makes (?:the most |more )?sense|is the (?:one|only)"
     r"|as (?:the|my) (?:\w+ )?(?:answer|choice|option))\b"
-    rf"|{_CHINESE_VERB}(?:正确|对|符合|成立|答案|最?合适)",
+    rf"|{_CHINESE_VERB}(?:正确|对|符合|成立|答案|最?合适|最佳)|才是",
     re.IGNORECASE,
 )
 _ANNOUNCED = re.compile(

@@ -127,6 +127,8 @@ THOUGHT = "hm\n</think>\n\nSo."
         ("opens_think", "  still thinking ", "<|im_end|>", "tool", "<think>\n  still thinking "),
         ("qwen3_thinking", THOUGHT, "<|im_end|>", "tool", f"<think>\n{THOUGHT}"),
         ("qwen3_thinking", THOUGHT, "<|im_end|>", "user", None),
+        ("nemotron", THOUGHT, "<|im_end|>", "tool", f"<think>\n{THOUGHT}"),
+        ("nemotron", THOUGHT, "<|im_end|>", "user", None),
         ("deepseek_r1", "still thinking", "<|end_of_sentence|>", "tool", "<think>\nstill thinking"),
         ("deepseek_r1", THOUGHT, "<|end_of_sentence|>", "tool", None),
         ("deepseek_r1", THOUGHT, "<|end_of_sentence|>", "user", None),
@@ -291,6 +293,7 @@ CALLS = {  # the format that the template writes; a call of `look`; what the res
     "minimax": ("minimax", 'hm</think><invoke name="look"></invoke>', "[e~[", "]~b]tool\n<response>a"),
     "kimi": ("kimi", KIMI.format("functions.look:0"), "<|im_end|>", "## Return of functions.look:0\na"),
     "qwen3_thinking": ("hermes", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "<|im_end|>", "\na"),
+    "gemma4": ("hermes", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "<end_of_turn>", "tool\na"),
 }
 
 

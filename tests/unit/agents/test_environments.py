@@ -191,6 +191,7 @@ class TestOpenEnv:
         (f"{EXAMPLES}/openenv.py:OpenEnv", {"trys": 3}, "unexpected keyword argument 'trys'"),
         ("valor.errors.did_you_mean", {}, "derive it from valor.agents.Env"),
         ("nowhere.py:Mine", {}, "no such file"),
+        (f"{EXAMPLES}/openenv.py", {}, "openenv.py' must be file.py:Name"),
         ("textarea.Wordle", {}, "cannot be imported"),
     ],
 )

@@ -98,6 +98,24 @@ def test_a_call_that_takes_too_long_holds_up_no_later_one(toolset: Toolset) -> N
     assert call(toolset, "add", a=2, b=3).text == "5"
 
 
+def test_servers_with_tools_of_one_name_are_used_together(tmp_path: Path) -> None:
+    def server(colour: str) -> dict[str, Any]:
+        command = [sys.executable, str(SERVER)]
+        return {"class_name": "mcp", "config": {"command": command, "env": {"COLOUR": colour}}}
+
+    config, functions = tmp_path / "tools.yaml", tmp_path / "functions.py"
+    config.write_text(yaml.safe_dump({"tools": [server("red"), server("blue")]}))
+    functions.write_text(
+        "from valor.agents import function_tool\n\n"
+        "@function_tool\ndef who() -> str:\n    'Say.'\n    return 'a function'\n"
+    )
+    toolset = Toolset(load_sources(str(config), str(functions)), MultiTurnConfig(tool_timeout=5.0))
+    said = {name: call(toolset, name).text.split(" ")[-1] for name in ("numbers_who", "numbers2_who", "who")}
+    assert said == {"numbers_who": "red", "numbers2_who": "blue", "who": "function"}
+    alone = Toolset(load_sources(function_tool_path=str(functions)))
+    assert [*map(name_of, alone.schemas)] == ["who"]
+
+
 TEXT = TextContent(type="text", text="the number is 42")
 PICTURE = ImageContent(type="image", data="aGk=", mime_type="image/png")
 NOTE = EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///n", text="noted"))

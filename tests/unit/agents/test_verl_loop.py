@@ -53,6 +53,25 @@ def test_an_episode_ends_as_its_last_turn_did(reason):
     assert (played.finish_reason, played.info["note"]) == (reason, "half: \ud83d")
 
 
+@pytest.mark.parametrize(("prompt", "response", "room"), [(2, 10, None), (2, 11, 10), (15, 5, None), (15, 6, 5)])
+def test_a_row_that_is_too_long_is_an_error(prompt, response, room):
+    """Such a row could be beyond the positions of the model."""
+
+    class Loop(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            return AgentLoopOutput([1] * prompt, [3] * response, [1] * response, [-0.5] * response, 1.0)
+
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None), data=SimpleNamespace(image_key=None))
+    context = SimpleNamespace(config=config, chat=SimpleNamespace(tokenizer=None), limits=Limits(10, 20))
+    task = replace(TASK, row={"extra_info": {}, "messages": []})
+    play = VerlLoop(context, cls=Loop, options={}).run(task, None)
+    if room is None:
+        assert len(asyncio.run(play).turns[0].token_ids) == response
+    else:
+        with pytest.raises(ValueError, match=rf"returned {response} response_ids, .* leave {room} of this row: cut"):
+            asyncio.run(play)
+
+
 def test_a_prompt_that_is_too_long_is_the_loops_own_error():
     with pytest.raises(ValueError, match="leaves no room"):
         asyncio.run(server([]).generate("a", prompt_ids=[1] * 10, sampling_params={}))
