@@ -11,10 +11,12 @@ class JsonHandler(BaseHTTPRequestHandler):
     def request_json(self) -> dict[str, Any]:
         return json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
 
-    def reply(self, status: int, body: Any) -> None:
+    def reply(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -96,15 +96,17 @@ class Server(LoopThread):
         return super().submit(in_turn())
 
     async def post(self, url: str, body: str, *, seconds: float, attempts: int) -> httpx2.Response:
-        """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses.
+        """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses, or
+        those that a `Retry-After` asks for, of at most half a minute.
 
         `seconds` are for each of the `attempts`. Raises TimeoutError, with the last refusal, when they are over, and
         RuntimeError for a refusal that will not pass.
         """
-        refusal = ""
+        refusal, wanted = "", "0"
         for attempt in range(attempts):
             if attempt:
-                await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
+                least = float(wanted) if wanted.isdecimal() else 0.0
+                await asyncio.sleep(min(max(_FIRST_PAUSE * 2 ** (attempt - 1), least), _LONGEST_PAUSE))
             try:
                 async with asyncio.timeout(seconds):
                     reply = await self.http.post(url, content=body)
@@ -116,6 +118,7 @@ class Server(LoopThread):
                 if reply.status_code == 200:
                     return reply
                 refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
+                wanted = reply.headers.get("retry-after", "0")
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
         raise TimeoutError(refusal)

@@ -140,6 +140,20 @@ def test_a_judge_scores_a_run_and_its_failures_are_counted(overrides, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("Is {response} as good as {ground_truth}?", "asks for {ground_truth}, which 16 of 16 train prompts lack"),
+        ("How good is {response} for {question}?", "has {question} in it, for which nothing is put in"),
+    ],
+)
+def test_a_judges_template_without_its_texts_is_one_line(overrides, ungraded, tmp_path, capsys, template, message):
+    files = (f"data.train_files={ungraded}", "data.val_files=null", "reward.custom_reward_function.path=null")
+    judge = ("reward.reward_model.enable=true", f"{JUDGE}.url=http://127.0.0.1:9/v1", f"{JUDGE}.model=any")
+    argv = overrides(tmp_path / "run", *files, *judge, f"{JUDGE}.prompt_template='{template}'")
+    assert_one_line(argv, tmp_path / "run", capsys, message)
+
+
+@pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
         (lambda p: p, [], "there is no model directory"),

@@ -27,7 +27,19 @@ from valor.config.command_line import SWEEPS, parse_overrides
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.inheritance import lookup
 from valor.config.presets import ALGORITHMS, DEFAULTS, ESTIMATOR, PRESETS, config_nodes, default_tree
-from valor.config.tree import below, exists, fields, flatten, is_open, is_section, nested, plain_keys, schema, set_at
+from valor.config.tree import (
+    below,
+    exists,
+    fields,
+    flatten,
+    get_at,
+    is_open,
+    is_section,
+    nested,
+    plain_keys,
+    schema,
+    set_at,
+)
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
@@ -148,13 +160,17 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
     elif override.is_delete() and not exists(root, key):
         mistakes.append(unknown_key(root, key))
     elif override.is_delete():  # of an open dict it takes the entry away, elsewhere it restores the default
-        defaults = {name: default for name, default in flatten(default_tree(root)).items() if below(name, key)}
-        for name, default in defaults.items():
-            OmegaConf.update(config, name, default, merge=False)
-            reading.set_keys.discard(name)
-        if not defaults:
+        names = [plain.name for plain in plain_keys(root) if below(plain.name, key)]
+        for name in names:
+            OmegaConf.update(config, name, get_at(default_tree(root), name), merge=False)
+            reading.set_keys -= {at for at in reading.set_keys if below(at, name)}
+        if not names:
             parent, _, last = key.rpartition(".")
-            OmegaConf.select(config, parent).pop(last, None)
+            entries = OmegaConf.select(config, parent)
+            if isinstance(entries, DictConfig) and last in entries:
+                entries.pop(last)
+            else:
+                mistakes.append(f"cannot read '{text}': there is no {key}")
     elif override.is_sweep_override():
         mistakes.append(f"{key} has several values: write a [list] or a 'quoted text'; {SWEEPS}")
     elif is_section(root, key) and not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """`reward`: how responses are scored."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from valor.config.engine import RewardModelFSDPConfig, RewardModelMegatronConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _MODEL = {".judge.url=null": "the judge has its own server"}
+_NO_FIELD = re.compile(r"(?<![\w{])\{(question|problem|instruction|query|answer|solution|reference\w*|gold\w*|truth)\}")
 _SCORES = {".gives!=progress": "progress is beside the score, which stays the rule's"}
 
 
@@ -60,6 +62,9 @@ class JudgeConfig(Section):
             yield f"{at}url needs {at}model: the model's name on that server"
         if self.prompt_template is not None and "{response}" not in self.prompt_template:
             yield f"{at}prompt_template has no {{response}} in it: the judge would not see it"
+        if field := _NO_FIELD.search(self.prompt_template or ""):
+            fields = "{prompt}, {response}, {transcript} and {ground_truth}"
+            yield f"{at}prompt_template has {field[0]} in it, for which nothing is put in: its fields are {fields}"
         if self.score_range[0] >= self.score_range[1]:
             yield f"{at}score_range must be [low, high] with low below high"
 

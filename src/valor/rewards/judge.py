@@ -7,9 +7,11 @@ import re
 import time
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valor.errors import UserError
 from valor.http_client import Server
 from valor.rewards.worker import RewardResult, gather
 
@@ -35,6 +37,11 @@ _VERDICT = re.compile(
     re.IGNORECASE,
 )
 _LABEL_LINE = re.compile(rf"^([ \t]*{_LABEL}[ \t]*:?)[ \t]*\n\s*(?=[-+\[]*\d)", re.IGNORECASE | re.MULTILINE)
+_TAG = re.compile(
+    rf"(?:<{_LABEL}>|\[(?:result|{_LABEL})\]\s*:?)\s*|</{_LABEL}>", re.IGNORECASE
+)  # Prometheus: [RESULT] 4
+_JSON = re.compile(r"^[ \t`]*(?:json)?[ \t]*(?=\{)", re.MULTILINE)
+_ALONE = re.compile(rf"\s*{_NUMBER}{_MOST}\s*\.?\s*")
 _COMMENT = re.compile(r"$|[.。;!]|,(?!\s*\d)|-\s|\(")  # what may follow a verdict on its line
 _SENTENCE = re.compile(r"(?<=[.!?。!?;])\s*|[{,]\s*(?=score\b)", re.IGNORECASE)
 
@@ -46,6 +53,9 @@ class Question(NamedTuple):
     response: str
     ground_truth: Any = None
     transcript: str = ""
+
+
+_PROBE, _PROBE_SECONDS = Question("2 + 2 = ?", "4", "4", "4"), 30.0
 
 
 class Judge:
@@ -60,9 +70,17 @@ class Judge:
         self._server = Server(config.url, api_key_env=config.api_key_env, max_concurrent=config.concurrency)
 
     def check(self) -> None:
-        """Before a run: UserError when nobody listens at the address, or the key is refused."""
+        """Before a run: UserError when nobody listens at the address, or the key, or a question, is refused."""
         keys = "reward.reward_model.judge"
         self._server.check(f"{self.url}/models", "judge", f"{keys}.url", f"{keys}.api_key_env")
+        with suppress(TimeoutError):  # it is slow, or busy: whoever waits longer sees
+            try:
+                self._server.submit(self._post(_PROBE, _PROBE_SECONDS, 1)).result()
+            except RuntimeError as error:
+                raise UserError(
+                    f"the judge at {self.url} refuses a question ({error}): see {keys}.url (it ends with the version, "
+                    f"such as /v1), {keys}.model={self.config.model} and {keys}.request"
+                ) from None
 
     def score(self, questions: Sequence[Question]) -> list[RewardResult]:
         """One result a question, in order; never raises for what the server does."""
@@ -74,11 +92,9 @@ class Judge:
 
     async def _judge(self, question: Question) -> RewardResult:
         began, config = time.perf_counter(), self.config
-        body = {**config.request, "model": config.model, "messages": [{"role": "user", "content": self.ask(question)}]}
         try:
-            url = f"{self.url}/chat/completions"
             for attempts in range(1 + config.retries, 0, -1):
-                reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
+                reply = await self._post(question, config.timeout, attempts)
                 try:
                     choice = reply.json()["choices"][0]
                     text, is_cut = (
@@ -93,6 +109,11 @@ class Judge:
         except (TimeoutError, RuntimeError) as error:
             reason = str(error)
         return RewardResult(self.error_score, {}, f"judge: {reason}", time.perf_counter() - began)
+
+    async def _post(self, question: Question, seconds: float, attempts: int) -> Any:
+        messages = [{"role": "user", "content": self.ask(question)}]
+        body = json.dumps({**self.config.request, "model": self.config.model, "messages": messages})
+        return await self._server.post(f"{self.url}/chat/completions", body, seconds=seconds, attempts=attempts)
 
     def ask(self, question: Question) -> str:
         """The text of the request. What stands in prompt or response is never taken for a field of the template."""
@@ -116,12 +137,16 @@ def without_thoughts(reply: str) -> str:
 
 
 def read_verdict(reply: str, highest: float) -> float | None:
-    """The score that a reply ends with: "Score: -3", "**Rating:** 7", "评分：7", "[[7]]"; None without one.
+    """The score that a reply ends with: "Score: -3", "**Rating:** 7", "评分：7", "[[7]]", "<score>7</score>",
+    {"score": 7}, or a number alone; None without one.
 
     The last line that begins with a verdict counts, else a verdict that is the last sentence. "7/10" and "70%" are
     parts of `highest`.
     """
-    text = _MARKS.sub("", unicodedata.normalize("NFKC", reply).translate(_DASHES))
+    text = _MARKS.sub("", unicodedata.normalize("NFKC", _without_json(reply)).translate(_DASHES))
+    if alone := _ALONE.fullmatch(text):
+        return _value(alone, highest)
+    text = _TAG.sub(lambda tag: "\n" if tag[0].startswith("</") else "\nscore: ", text)
     lines = [line.strip() for line in _LABEL_LINE.sub(r"\1 ", text).splitlines() if line.strip()]
     for line in reversed(lines):
         match = _VERDICT.match(line)
@@ -129,6 +154,19 @@ def read_verdict(reply: str, highest: float) -> float | None:
             last = _last_sentence(line, highest)
             return _value(match, highest) if last is None else last
     return _last_sentence(lines[-1], highest) if lines else None
+
+
+def _without_json(reply: str) -> str:
+    """The reply with a line such as "score: 7" for each JSON object that begins a line and has a score."""
+    parts, end = list[str](), 0
+    for begin in (match.end() for match in _JSON.finditer(reply)):
+        with suppress(ValueError, RecursionError):
+            entries, behind = json.JSONDecoder().raw_decode(reply, begin)
+            scores = [v for name, v in entries.items() if re.fullmatch(_LABEL, _MARKS.sub("", name), re.IGNORECASE)]
+            if scores and begin >= end:
+                parts += [reply[end:begin], f"\nscore: {scores[-1]}\n"]
+                end = behind
+    return "".join([*parts, reply[end:]])
 
 
 def _last_sentence(line: str, highest: float) -> float | None:

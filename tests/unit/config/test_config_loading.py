@@ -77,6 +77,12 @@ def test_tilde_goes_back_to_the_default():
     assert loaded.config.data == PPOConfig().data
     assert "data.train_batch_size" not in loaded.explicit_keys
     assert load(["algorithm.lam=0.5", "~algorithm.lam"]).config.algorithm.lam_critic == 1.0
+    request = "reward.reward_model.judge.request"
+    entries = load([f"{request}.seed=1", f"~{request}.max_tokens"]).config.reward.reward_model.judge.request
+    assert entries == {"temperature": 0.0, "seed": 1}
+    assert load([f"{request}.seed=1", f"~{request}"]).config == load([]).config
+    for missing in (f"~{request}.max_token", f"~{request}.a.b"):
+        assert mistakes(missing) == [f"cannot read '{missing}': there is no {missing[1:]}"]
 
 
 def test_explicit_keys_are_those_typed_or_changed():

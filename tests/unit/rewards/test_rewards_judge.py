@@ -22,6 +22,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.answer: Answer = lambda asked: (200, "Fine. Score: 7")
         self.more: dict = {}  # of the message
+        self.headers: dict[str, str] = {}
         self.reasons = iter(())  # why replies end, else none is given
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
@@ -47,7 +48,7 @@ class FakeServer:
                         fake.at_once -= 1
                 message = {"role": "assistant", "content": text, **fake.more}
                 choice = {"message": message, "finish_reason": next(fake.reasons, None)}
-                self.reply(status, text if isinstance(text, dict) else {"choices": [choice]})
+                self.reply(status, text if isinstance(text, dict) else {"choices": [choice]}, fake.headers)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -108,6 +109,20 @@ def test_a_passing_refusal_is_tried_again(server, status):
     server.answer = lambda asked: next(replies)
     (result,) = make(server, retries=2).score(questions())
     assert (result.score, result.error) == (3.0, None)
+
+
+def test_a_busy_judge_says_when_to_come_again(server, monkeypatch):
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(http_client.asyncio, "sleep", sleep)
+    replies = iter([(429, "slow down"), (429, "slow down"), (200, "Score: 3")])
+    server.answer = lambda asked: next(replies)
+    server.headers = {"Retry-After": "7"}
+    assert make(server, retries=2).score(questions())[0].score == 3.0
+    assert pauses == [7.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -205,3 +220,13 @@ def test_who_is_not_there_or_refuses_the_key_is_told_before_the_run(server, monk
         make(server).check()
     with pytest.raises(UserError, match=r"no judge at reward\.reward_model\.judge\.url=http://127\.0\.0\.1:9/v1"):
         Judge(JudgeConfig(url="http://127.0.0.1:9/v1", model="m"), error_score=0.0).check()
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_question_that_is_refused_is_told_before_the_run(server, status):
+    """A model's wrong name, an address without its version, a field of the request that the server does not know."""
+    server.answer = lambda asked: (status, {"message": "The model `m` does not exist."})
+    with pytest.raises(UserError, match=rf"refuses a question \(status {status}: .*`m` does not exist.*judge\.model=m"):
+        make(server).check()
+    server.answer = lambda asked: (503, "busy")
+    make(server).check()
