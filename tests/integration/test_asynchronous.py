@@ -9,6 +9,7 @@ from concurrent.futures import wait
 
 import pytest
 import ray
+import torch
 from runs import assert_same_run, assert_same_weights, read_metrics
 
 from valor.collector.ahead import PromptSupply
@@ -223,6 +224,19 @@ def test_after_a_change_the_prompts_that_were_ahead_are_answered_anew(
     later = [rows_of(batch) for batch in watched.batches]
     assert list(map(len, later)) == [size, size]
     assert sorted([*trained, *later[0], *later[1]]) == sorted(shuffled(640, 42, 0)[: 16 + 2 * size].tolist())
+
+
+@pytest.mark.usefixtures("hosts")
+def test_after_another_change_the_samples_that_were_ahead_are_trained_on(overrides, tmp_path, watched, capsys):
+    fixed = [SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true", "trainer.save_freq=1", "data.val_files=null"]
+    assert main(overrides(tmp_path / "run", *fixed)) == 0
+    before = watched.batches[2]
+    watched.batches.clear()
+    changed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_2'}"]
+    changed += ["trainer.resume_changed=allow", "algorithm.gamma=0.9", "reward.error_score=-1"]
+    assert main(overrides(tmp_path / "resumed", *fixed, *changed)) == 0
+    assert "anew" not in capsys.readouterr().out
+    assert torch.equal(before["responses"], watched.batches[0]["responses"])
 
 
 def rows_of(batch):
