@@ -9,6 +9,7 @@ from concurrent.futures import wait
 
 import pytest
 import ray
+import torch
 from runs import assert_same_run, assert_same_weights, read_metrics
 
 from valor.collector.ahead import PromptSupply
@@ -16,6 +17,7 @@ from valor.collector.collector import Collector
 from valor.config import PPOConfig, load
 from valor.controller import ray_group
 from valor.controller.ray_group import RayGroup
+from valor.data.sampler import shuffled
 from valor.errors import UserError
 from valor.trainer.checks import check
 from valor.trainer.main_ppo import main
@@ -194,6 +196,52 @@ def test_a_free_run_goes_on_from_its_queue(overrides, tmp_path, watched):
     again = [key for keys in watched.keys for key in keys]
     assert len(again) == 2 * 16 and not {*again} & {key for keys in before for key in keys}
     assert {key[1] for key in again} == {5, 6}
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(
+    ("before", "after", "size"),
+    [
+        ([SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true"], ["actor_rollout_ref.rollout.n=3"], 8),
+        ([SEPARATE], ["actor_rollout_ref.rollout.n=3", "data.train_batch_size=6"], 6),
+        ([SEPARATE], [f"{V1}.deterministic=true", f"{OLDEST}=1"], 8),
+        ([SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true"], [f"{V1}.trainer_mode=sync"], 8),
+        ([COLOCATED], [f"{V1}.trainer_mode=sync"], 8),
+    ],
+    ids=["samples", "batch", "batches", "synchronous", "colocated to synchronous"],
+)
+def test_after_a_change_the_prompts_that_were_ahead_are_answered_anew(
+    before, after, size, overrides, tmp_path, watched
+):
+    """Each once, before any others; the answers that there were are of the run as it was."""
+    steps = ["data.val_files=null", "trainer.save_freq=1"]
+    assert main(overrides(tmp_path / "run", *steps, *before)) == 0
+    trained = [row for batch in watched.batches[:2] for row in rows_of(batch)]
+    watched.batches.clear()
+    changed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_2'}"]
+    changed.append("trainer.resume_changed=allow")
+    assert main(overrides(tmp_path / "resumed", *steps, *before, *after, *changed)) == 0
+    later = [rows_of(batch) for batch in watched.batches]
+    assert list(map(len, later)) == [size, size]
+    assert sorted([*trained, *later[0], *later[1]]) == sorted(shuffled(640, 42, 0)[: 16 + 2 * size].tolist())
+
+
+@pytest.mark.usefixtures("hosts")
+def test_after_another_change_the_samples_that_were_ahead_are_trained_on(overrides, tmp_path, watched, capsys):
+    fixed = [SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true", "trainer.save_freq=1", "data.val_files=null"]
+    assert main(overrides(tmp_path / "run", *fixed)) == 0
+    before = watched.batches[2]
+    watched.batches.clear()
+    changed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_2'}"]
+    changed += ["trainer.resume_changed=allow", "algorithm.gamma=0.9", "reward.error_score=-1"]
+    assert main(overrides(tmp_path / "resumed", *fixed, *changed)) == 0
+    assert "anew" not in capsys.readouterr().out
+    assert torch.equal(before["responses"], watched.batches[0]["responses"])
+
+
+def rows_of(batch):
+    """The rows of the data that a batch has samples of."""
+    return sorted({int(uid.rpartition(":")[2]) for uid in batch.objects["uid"]})
 
 
 @pytest.fixture

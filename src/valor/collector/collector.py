@@ -48,13 +48,14 @@ class Collector:
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the samples that are ahead of training after `step`."""
-        if self._runs_ahead:
+        """Write the samples, and the prompts, that are ahead of training after `step`."""
+        if self._runs_ahead or self.supply.again:
             self.supply.save(folder, step)
 
-    def load(self, folder: Path) -> None:
-        if self._runs_ahead and folder.is_dir():
-            self.supply.load(folder)
+    def load(self, folder: Path, *, anew: bool) -> None:
+        """See `Supply.load`."""
+        if folder.is_dir():
+            self.supply.load(folder, anew=anew)
 
     def close(self) -> None:
         self.supply.close()

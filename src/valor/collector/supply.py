@@ -61,6 +61,7 @@ class Supply(ABC):
         self.generation, self.grading = generation, grading
         self.config, self.inputs = generation.config, generation.inputs
         self.draws = 0
+        self.again: list[int] = []  # rows that are drawn before any others
         self._params = sampling_params(self.config)
         self._taken: list[tuple[int, Any]] = []  # steps and units of theirs
         # Ahead of training nothing is drawn that no step will take, where every draw is a step's batch.
@@ -118,7 +119,11 @@ class Supply(ABC):
 
     def draw(self) -> Drawn:
         self.draws += 1
-        return Drawn(self.draws, 0, self.inputs.sampler.next_batch())
+        size = self.inputs.sampler.batch_size
+        while len(self.again) < size:
+            self.again += self.inputs.sampler.next_batch()
+        rows, self.again = self.again[:size], self.again[size:]
+        return Drawn(self.draws, 0, rows)
 
     def prompts_of(self, drawn: Drawn) -> Batch:
         """Their prompts, `rollout.n` rows each."""
@@ -142,6 +147,7 @@ class Supply(ABC):
                 tensors |= {f"{number}/{name}": column.contiguous() for name, column in rows.tensors.items()}
         state = {
             "draws": self.draws,
+            "again": self.again,
             "sampler": self.inputs.sampler.state_dict(),
             "versions": self.generation.weights.versions,
             "items": items,
@@ -149,11 +155,18 @@ class Supply(ABC):
         (folder / _STATE).write_text(json.dumps(state, default=str))
         save_file(tensors, folder / _TENSORS)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, anew: bool) -> None:
+        """Go on from what `save` wrote. anew: after a change of settings, so from the prompts alone."""
         state, tensors = json.loads((folder / _STATE).read_text()), load_file(folder / _TENSORS)
-        self.draws = state["draws"]
+        self.draws, self.again = state["draws"], state.get("again", [])
         self.inputs.sampler.load_state_dict(state["sampler"])
         self.generation.weights.versions = state["versions"]
+        if anew:
+            rows = [row for facts in state["items"] for row in facts["rows"]] + self.again
+            self.again = [row for row in rows if row < len(self.inputs.train)]
+            count = len(self.again)
+            self.generation.say(f"{count} prompts were ahead of training, and are answered anew after that change")
+            return
         items: list[Item] = []
         for number, facts in enumerate(state["items"]):
             objects, prefix = facts.pop("objects"), f"{number}/"
@@ -187,7 +200,8 @@ class BatchSupply(Supply):
         with timer("update_weights"):
             self.generation.publish()
         with timer(waiting):
-            while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
+            left = self._depth if self.last_draw is None else self.last_draw - step
+            while len(self._queue) <= min(self._depth, left):
                 drawn = self.draw()
                 if not self._depth:  # so that a step's samples do not depend on how many draws earlier steps took
                     drawn = Drawn(step, sum(len(batch.drawn.rows) for _, batch in self._taken), drawn.rows)

@@ -112,7 +112,7 @@ class ActorConfig(UpdateConfig):
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    calculate_entropy: bool = False
+    calculate_entropy: bool = key(False, ".entropy_coeff=0.0")
     """Compute and log the entropy although entropy_coeff is 0."""
     use_kl_loss: bool = False
     """Add the KL divergence from the reference model to the loss."""

@@ -101,10 +101,14 @@ class DifficultySampler(PromptSampler):
         return {**super().state_dict(), "rates": [*self._rates.items()], **predicted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of rows that the data have no longer nothing is kept."""
         super().load_state_dict(state)
-        for row, rate in state["rates"]:
+        rates, predicted = (
+            [(row, rate) for row, rate in state.get(name, ()) if row < self.num_rows] for name in ("rates", "predicted")
+        )
+        for row, rate in rates:
             self._set(row, rate)
-        self.predict(*zip(*state.get("predicted", ()), strict=True) if state.get("predicted") else ((), ()))
+        self.predict(*zip(*predicted, strict=True) if predicted else ((), ()))
 
     def _pool(self, row: int) -> int:
         return bisect_right(self._options.thresholds, self._rates[row]) if row in self._rates else -1

@@ -29,6 +29,10 @@ from valor.workers.roles import role_specs
 
 _CLIPS = {f"actor_rollout_ref.actor.{name}": name for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
 _CLIPS["actor_rollout_ref.actor.clip_ratio"] = "clip_ratio_low"
+_HEIRS = {  # keys that only give their value to others
+    "algorithm.lam": ("algorithm.lam_actor", "algorithm.lam_critic"),
+    "actor_rollout_ref.actor.clip_ratio": tuple(_CLIPS)[:2],
+}
 _BFLOAT16_STEPS = 2**9  # of a weight: what is less than that part of it is rounded away
 
 
@@ -200,9 +204,14 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
     estimator_keys = offered_settings(algorithm).keys() | {"lam", "adv_whitening"}
-    named = {"lam": "lam_actor", "adv_whitening": "whitening"}
+    named = {"adv_whitening": "whitening"}
     if not config.critic.enable:  # a critic learns discounted outcomes, whatever the estimator
         estimator_keys |= {"gamma"}
+    for key, heirs in _HEIRS.items():
+        takers = [heir for heir in heirs if heir not in keys and get_at(config, heir) == get_at(config, key)]
+        reads_itself = key == "algorithm.lam" and not _takes(estimator, "lam_actor")
+        if key in keys and not reads_itself and not {*takers} - inert_by_rules(config, takers).keys():
+            yield key, f"no effect: neither {' nor '.join(heirs)} takes its value"
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")

@@ -167,7 +167,7 @@ class PPORun(Run):
 
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)
-        self.collector.load(checkpoint.folder / _COLLECTOR_DIR)
+        self.collector.load(checkpoint.folder / _COLLECTOR_DIR, anew=self._is_sampled_anew)
         self.schedule.load(checkpoint.folder / _PHASES_DIR)
 
     def _complete(self, folder: Path) -> None:

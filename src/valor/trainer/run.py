@@ -54,7 +54,7 @@ class Run(ABC):
         self.skips = SkippedUpdates(config.trainer.max_skipped_updates, record.say)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
-        self._save_is_due = self._is_measured_anew = False
+        self._save_is_due = self._is_sampled_anew = self._is_measured_anew = False
         self._began = False  # whether there was a first step
         self._unsaved: dict[str, Any] | None = None  # the driver's state after the last complete step
         self._unmeasured: dict[str, Any] | None = None  # its metrics, where the run had ended before it was validated
@@ -261,6 +261,7 @@ class Run(ABC):
                 "that back, go on in spite of it with trainer.resume_changed=allow, or start afresh with "
                 "trainer.resume_mode=disable"
             )
+        self._is_sampled_anew = any(change.of_samples for change in differences)
         self._is_measured_anew = any(change.of_validation for change in differences)
         for change in differences:
             self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")

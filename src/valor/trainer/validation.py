@@ -20,10 +20,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Score of the most frequent answer (ties: the one met first); samples without an answer (None, or the empty text
-    that graders give) do not vote."""
+    that graders give) do not vote, and have their mean score where there are no others."""
     votes = Counter(a for a in answers if a not in (None, ""))
     if not votes:
-        return 0.0
+        return _mean(scores)
     winner = votes.most_common(1)[0][0]
     return next(s for a, s in zip(answers, scores, strict=True) if a == winner)
 

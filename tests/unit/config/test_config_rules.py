@@ -19,6 +19,7 @@ from valor.config.tree import plain_keys, schema
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
 MASK = ["algorithm.reward_mask_type=bernoulli"]
+LENGTHS = ["trainer.total_epochs=2", "trainer.total_training_steps=5"]
 SAMPLED = "actor_rollout_ref.rollout.val_kwargs"
 GREEDY = ["data.val_files=v", f"{SAMPLED}.do_sample=false"]
 RM = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m"]
@@ -44,6 +45,14 @@ def test_settings_without_effect_are_listed_with_their_reason():
         "critic.optim.lr": "no effect: this run has no critic",
         "trainer.test_freq": "no effect: data.val_files is not set",
     }
+    actor = "actor_rollout_ref.actor"
+    loaded = load([f"{actor}.entropy_coeff=0.1", f"{actor}.calculate_entropy=true", *LENGTHS])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {
+        f"{actor}.calculate_entropy": "no effect with actor.entropy_coeff=0.1",
+        "trainer.total_epochs": "no effect with trainer.total_training_steps=5",
+    }
+    loaded = load([f"{actor}.calculate_entropy=true", LENGTHS[0]])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {}
     assert inert_settings(SFTConfig(), {"trainer.seed", "trainer.test_freq", "model.lora_alpha"}) == {
         "model.lora_alpha": "no effect with model.lora_rank=0",
         "trainer.test_freq": "no effect: data.val_files is not set",

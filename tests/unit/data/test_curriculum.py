@@ -87,6 +87,10 @@ def test_difficulty_resumes_exactly() -> None:
         PromptSampler(20, 6).load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"another data\.sampler"):
         first.load_state_dict(PromptSampler(20, 6).state_dict())
+    fewer = DifficultySampler(8, 4, OPTIONS, seed=1)  # of a run that goes on with some of the data
+    fewer.load_state_dict(first.state_dict())
+    known = dict(fewer.state_dict()["rates"])
+    assert known == {row: rate for row, rate in first.state_dict()["rates"] if row < 8} and known
 
 
 OWN = """

@@ -1,5 +1,6 @@
 """What algorithms, engines and places find in a configuration: all at once, a line each, before anything is loaded."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
@@ -246,8 +247,28 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
         f"{ACTOR}.clip_ratio_c"
     }
     assert inert(*clips, f"{ACTOR}.policy_loss.loss_mode=gpg").keys() == {clip.partition("=")[0] for clip in clips}
+    assert inert(*clips, f"{ACTOR}.clip_ratio_low=0.1").keys() == {f"{ACTOR}.clip_ratio"}
     grpo = ["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"]  # of a critic's returns
     assert inert(*grpo).keys() == {"algorithm.gamma"} and inert(*grpo, "critic.enable=true") == {}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["algorithm.lam_actor=0.9", "algorithm.lam_critic=0.8"],  # also the one that has lam's value
+        ["algorithm.lam_critic=1", "algorithm.adaptive_lam_alpha=0.05"],
+        ["algorithm.lam_actor=0.95", "critic.kind=probe"],
+    ],
+)
+def test_a_lambda_that_no_other_key_takes_has_no_effect(argv):
+    lam = ["algorithm.lam=0.9", "critic.model.path=x"]
+    assert "algorithm.lam" in inert(*lam, *argv) and "algorithm.lam" not in inert(*lam, argv[1])
+
+
+def test_an_estimator_of_the_users_that_reads_lam(monkeypatch):
+    monkeypatch.setitem(ADVANTAGES, "of_mine", replace(ADVANTAGES["gae"], function=lambda rewards, *, lam: None))
+    assert inert("algorithm.adv_estimator=of_mine", "algorithm.lam=0.9") == {}
+    assert inert("algorithm.adv_estimator=of_mine", "algorithm.gamma=0.9").keys() == {"algorithm.gamma"}
 
 
 @pytest.mark.parametrize("chosen", [{}, {"algorithm.reward_source": "critic"}, {"algorithm.adv_estimator": "remax"}])

@@ -26,6 +26,7 @@ def test_majority_counts_answers_not_scores():
     assert majority_score(["7", "8", "8", None], [1.0, 0.0, 0.0, 0.0]) == 0.0
     assert majority_score(["7", "7", "8", None], [1.0, 1.0, 0.0, 0.0]) == 1.0
     assert majority_score([None, None], [0.0, 0.0]) == 0.0
+    assert majority_score([None, ""], [-1.0, -1.0]) == -1.0  # graders like DAPO's: no answer is a wrong one
     assert majority_score(["", "", "7", ""], [0.0, 0.0, 1.0, 0.0]) == 1.0  # graders' "" is no answer
     assert majority_score([0, 0, 5], [1.0, 1.0, 0.0]) == 1.0
 
