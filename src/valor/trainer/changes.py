@@ -24,8 +24,8 @@ _HARMLESS = """
     *.use_remove_padding *.share_prefixes *.model.compile *.model.use_liger *.max_num_seqs
     *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir data.image_cache
 """
-_VALIDATION = ("data.val_", "reward.", "actor_rollout_ref.rollout.val_kwargs.")
-_LEARNING = (*_VALIDATION, "algorithm.", "critic.", "distillation.", "actor_rollout_ref.actor.", "trainer.total_")
+_VALIDATES = ("data.val_", "actor_rollout_ref.rollout.val_kwargs.")
+_LEARNS = (*_VALIDATES, "algorithm.", "critic.", "distillation.", "actor_rollout_ref.actor.", "trainer.total_")
 _LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64  # of a larger weight file, blocks at even distances; of others all bytes
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -40,12 +40,12 @@ class Change(NamedTuple):
     @property
     def of_validation(self) -> bool:
         """Whether scores of validations before and after it are not of the same kind."""
-        return not self.exact and self.line.startswith(_VALIDATION)
+        return not self.exact and self.line.startswith((*_VALIDATES, "reward."))
 
     @property
     def of_samples(self) -> bool:
-        """Whether the run after it would sample otherwise, or other prompts."""
-        return not self.exact and not self.line.startswith(_LEARNING)
+        """Whether the run after it would sample or grade otherwise, or other prompts."""
+        return not self.exact and not self.line.startswith(_LEARNS)
 
 
 def settings_of(config: BaseModel) -> dict[str, Any]:
