@@ -12,6 +12,7 @@ from runs import read_metrics
 from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from tiny_vision import make_model as make_vision_model
 from valor.cli import main as valor
 from valor.collector.rollouts import read_rollouts
 from valor.config import CriticModelConfig, load
@@ -359,6 +360,15 @@ def test_a_policy_is_published_with_its_card(tiny, without_valor, tmp_path, caps
         and "tags: [reinforcement-learning]" in card
     )
     assert without_valor(_code_of_card(out), cwd=out) is not None  # it ends well
+
+
+def test_a_policy_that_reads_images_is_published_as_what_it_is(without_valor, tmp_path):
+    model, out = make_vision_model(tmp_path / "model"), tmp_path / "out"
+    assert valor(["publish", str(model), str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "ForCausalLM" not in card
+    assert (out / "preprocessor_config.json").is_file() or (out / "processor_config.json").is_file()
+    assert without_valor(_code_of_card(out), cwd=out) is not None
 
 
 IDS = {"prompt_ids": [1, 2], "response_ids": [3], "score": 1.0}

@@ -79,12 +79,11 @@ class PromptDataset(Sequence[PromptRow]):
         self.split = split
         num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow, str | None]] = []
-        self._tools_of = tools_of
+        self._tools_of, self._run_kwargs = tools_of, data.apply_chat_template_kwargs
 
         def text(row: DataRow) -> str:
-            kwargs = {**data.apply_chat_template_kwargs, **self._template_kwargs(row)}
             messages = row.messages if images is None else in_parts(row.messages, len(row.images), row.where)
-            return render(tokenizer, messages, kwargs, row.where)
+            return render(tokenizer, messages, self._template_kwargs(row), row.where)
 
         def read(tokenizer: Any, chunk: Sequence[DataRow]) -> Iterable[tuple[list[int], str | None]]:
             if images is None:
@@ -138,9 +137,9 @@ class PromptDataset(Sequence[PromptRow]):
 
     def _template_kwargs(self, row: DataRow) -> Mapping[str, Any]:
         if self._tools_of is None:
-            return row.template
+            return {**self._run_kwargs, **row.template}
         tools = list(self._tools_of(row.extra_info))
-        return {"tools": tools} if tools else {}
+        return {**self._run_kwargs, "tools": tools} if tools else self._run_kwargs
 
     @property
     def has_tools(self) -> bool:

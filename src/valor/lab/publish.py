@@ -26,7 +26,11 @@ from valor.tracking.rundir import METRICS_FILE, read_yaml
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
 # Ends of the architecture's name.
-_CLASSES: dict[str, tuple[str, ...]] = {"actor": ("ForCausalLM", "LMHeadModel"), "critic": ("ForTokenClassification",)}
+_READS_IMAGES = "ForConditionalGeneration"
+_CLASSES: dict[str, tuple[str, ...]] = {
+    "actor": ("ForCausalLM", "LMHeadModel", _READS_IMAGES),
+    "critic": ("ForTokenClassification",),
+}
 
 
 @command("critic publish", "valor critic publish runs/demo/ppo/huggingface/critic my-critic", "critic")
@@ -108,7 +112,9 @@ def model_card(
     if scorecard:
         half = next(position for position in scorecard["positions"] if position["at"] == 0.5)
         numbers.append(("AUC at half of the answer", short(half["auc"]), ""))
-    return template.render(name=name, config=config, labels=labels, training=training, card=scorecard, numbers=numbers)
+    of_images = config["architectures"][0].endswith(_READS_IMAGES)
+    facts = {"training": training, "card": scorecard, "numbers": numbers}
+    return template.render(name=name, config=config, labels=labels, of_images=of_images, **facts)
 
 
 def fingerprint(model: Path) -> str | None:

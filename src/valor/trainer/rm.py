@@ -41,7 +41,7 @@ class RewardModelRun(SupervisedRun):
         if self.texts.as_chat:
             parts = parts_of([*pair.prompt, pair.chosen] for pair in train)
             parts |= {"tools"} if any("tools" in pair.template for pair in train) else set()
-            ask_template(tokenizer, parts, needed=["assistant"])
+            ask_template(tokenizer, parts, config.data.apply_chat_template_kwargs, needed=["assistant"])
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:

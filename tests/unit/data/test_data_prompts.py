@@ -66,9 +66,11 @@ def test_a_row_brings_its_tools_and_its_arguments_of_the_template(tmp_path: Path
     options = {"apply_chat_template_kwargs": {"mood": "cross"}}
     (row,) = PromptDataset(config(path, **options), tokenizer)
     assert tokenizer.decode(row.prompt_ids) == '[{"name": "f", "default": null}]calmhi'
+    assert row.template_kwargs == {"mood": "calm", "tools": more["tools"]}  # for a reward model's template, too
     # A run with agents shows its own tools, and says so.
     (row,) = PromptDataset(config(path, **options), tokenizer, tools_of=lambda info: [{"name": "g"}])
     assert tokenizer.decode(row.prompt_ids) == '[{"name": "g"}]crosshi'
+    assert row.template_kwargs == {"mood": "cross", "tools": [{"name": "g"}]}
     assert "train: the rows' own mood, tools: not shown" in caplog.text
 
 

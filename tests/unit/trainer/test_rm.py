@@ -159,6 +159,16 @@ def test_dry_run_says_what_would_be_done(backbone, pairs, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_template_gets_the_arguments_of_the_run(backbone, pairs, tmp_path, capsys):
+    template = "{{ raise_exception('in which language?') if not language }}" + TEMPLATE
+    argv = overrides(
+        backbone, pairs, tmp_path / "run", f"model.custom_chat_template='{template.replace(chr(39), chr(34))}'"
+    )
+    assert main([*argv, "trainer.total_training_steps=1", "data.apply_chat_template_kwargs={language: en}"]) == 0
+    assert main(argv) == 2
+    assert "in which language?" in capsys.readouterr().err
+
+
 def test_real_pairs_are_measured_by_source(shared_dir, backbone, tmp_path, capsys):
     files = shared_dir / "data" / "preference_pairs_sample.jsonl"
     more = ("data.max_length=96", "data.val_share=0.3", "trainer.total_training_steps=1")

@@ -88,7 +88,6 @@ def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
             if drawn:
                 return
             raise
-        options = {**config.data.apply_chat_template_kwargs, **row.template_kwargs}
-        longest = max(longest, len(token_ids(tokenizer, [render(tokenizer, messages, options)])[0]))
+        longest = max(longest, len(token_ids(tokenizer, [render(tokenizer, messages, row.template_kwargs)])[0]))
     critic = config.critic.model if config.has_value_model else config.actor_rollout_ref.model
     check_longest(KEY, longest, config.data.max_response_length, critic)

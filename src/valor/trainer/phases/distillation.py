@@ -247,7 +247,7 @@ def check_routes(config: PPOConfig, inputs: RunInputs) -> None:
         number = _number(section, *values)
         if (template := teachers[number].prompt_template) is not None:
             messages = filled(template, TEMPLATE, row.messages, columns_of(*values))
-            text = render(tokenizer, messages, {**config.data.apply_chat_template_kwargs, **row.template_kwargs})
+            text = render(tokenizer, messages, row.template_kwargs)
             longest[number] = max(longest[number], len(token_ids(tokenizer, [text])[0]))
     for teacher, prompt in zip(teachers, longest, strict=True):
         if prompt and teacher.url is None:
