@@ -184,7 +184,7 @@ class Episodes:
         """The rows of the episodes `chosen`, in that order (repetition allowed), each an episode of its own."""
         drawn = self._batch.take([row for number in chosen for row in self.rows[number]])
         if "episode" in drawn:
-            counts = torch.tensor([len(self.rows[number]) for number in chosen])
+            counts = torch.tensor([len(self.rows[number]) for number in chosen], dtype=torch.long)
             drawn["episode"] = torch.arange(len(chosen)).repeat_interleave(counts)
         return drawn
 

@@ -21,6 +21,8 @@ class Critics:
 
     def update(self, batch: Batch, step: int, *, last: bool) -> dict[str, float]:
         assert batch.meta == {"of": step}
+        if not len(batch):
+            return {}
         self.updates.append((int(batch["prompts"][0, 0]), float(batch["values"][0, 0]), last))
         return {"critic/vf_loss": float(batch["prompts"][0, 0])}
 
@@ -87,3 +89,10 @@ def test_samples_are_saved_and_loaded(tmp_path) -> None:
     other.load(tmp_path)
     assert list(other.earlier) == [9, 10]
     assert torch.equal(other.earlier[9]["prompts"], made.earlier[9]["prompts"])
+
+
+def test_a_step_without_samples_leaves_nothing_to_replay() -> None:
+    made = phase()
+    run(made, 1)
+    made.run(step_of(2).take([]), 2)
+    assert [*made.earlier] == [1]

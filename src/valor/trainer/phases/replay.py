@@ -45,7 +45,8 @@ class UpdateCriticWithReplay(UpdateCritic):
             losses.append(measured["critic/vf_loss"])
         names = [name for name in (*self.reads, *self.reads_if_there, IMAGES) if name in rows and name != "values"]
         tensors = {name: rows[name] for name in names if name in rows.tensors}  # here: generators may be replaced
-        self.earlier[step] = Batch(tensors, {name: rows.objects[name] for name in names if name in rows.objects})
+        if len(rows):  # some steps leave all episodes out
+            self.earlier[step] = Batch(tensors, {name: rows.objects[name] for name in names if name in rows.objects})
         self.earlier = dict([*self.earlier.items()][-self.config.critic.replay_steps :])
         return Batch(), metrics | ({"critic/replay_vf_loss": sum(losses) / len(losses)} if losses else {})
 
