@@ -50,13 +50,12 @@ def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTo
     for entry in entries:
         server = re.sub(r"[^\w-]+", "_", getattr(next(iter(entry), None), "server", ""), flags=re.ASCII)
         servers[server] += 1
-        prefix = f"{server}{servers[server] if servers[server] > 1 else ''}_"
+        number = servers[server] if servers[server] > 1 else ""
         for tool in entry:
             if server and uses[name := _name_of(tool)] > 1:
-                function = {**tool.schema["function"], "name": prefix + name}
-                tools.append(replace(tool, schema={**tool.schema, "function": function}))
-            else:
-                tools.append(tool)
+                function = {**tool.schema["function"], "name": f"{server}{number}_{name}"}
+                tool = replace(tool, schema={**tool.schema, "function": function})
+            tools.append(tool)
     return tools
 
 
