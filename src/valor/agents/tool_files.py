@@ -39,8 +39,8 @@ def load_sources(tool_config_path: str | None = None, function_tool_path: str | 
     functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
     tools = _told_apart(entries, functions)
     described = [tool for tool in tools if isinstance(tool, FunctionTool)]
-    of_file = [function_source(described), base_tool_source([tool for tool in tools if tool not in described])]
-    return [*(of_file if entries else ()), *([function_source(functions)] if functions else ())]
+    others = base_tool_source([tool for tool in tools if tool not in described])
+    return [function_source(described), others, function_source(functions)]
 
 
 def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTool]) -> list[Any]:
