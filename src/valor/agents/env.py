@@ -16,7 +16,7 @@ from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import Schema, valid_text
 from valor.agents.tool_runner import exception_text, release, run_tool
 from valor.agents.tool_sources import as_hinted, schema_of
-from valor.agents.tools import Toolbox, ToolSource, as_text
+from valor.agents.tools import Toolbox, ToolSource, text_and_images
 from valor.data.messages import kind_of
 from valor.errors import UserError
 from valor.user_files import load_object
@@ -187,17 +187,26 @@ class Methods(Env):
 
 
 def _begin(environment: Any, row: Mapping[str, Any]) -> Any:
-    columns = {**(row.get("extra_info") or {}), **row}
+    columns = {"prompt": row.get("messages"), **(row.get("extra_info") or {}), **row}
     parameters = inspect.signature(environment.reset).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         columns = {name: value for name, value in columns.items() if name in parameters}
-    text = environment.reset(**columns)
-    return text if text is None or inspect.iscoroutine(text) else as_text(text)
+    return _opening(environment.reset(**columns), row)
 
 
-async def _begin_later(environment: Any, row: Mapping[str, Any]) -> str | None:
-    text = await _begin(environment, row)
-    return None if text is None else as_text(text)
+async def _begin_later(environment: Any, row: Mapping[str, Any]) -> Any:
+    return _opening(await _begin(environment, row), row)
+
+
+def _opening(value: Any, row: Mapping[str, Any]) -> Any:
+    """What reset() returned: a text; the row's messages with it, if it is parts with images; None or a coroutine."""
+    if value is None or inspect.iscoroutine(value):
+        return value
+    text, images = text_and_images(value)
+    if not images:
+        return text
+    *before, last = row["messages"]
+    return [*before, {**last, "content": [{"type": "text", "text": last["content"]}, *value]}]
 
 
 def find_env(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Env]:

@@ -118,8 +118,10 @@ def _parse_tagged(
             end = text.find(_END_THINK, at)
             at, thought = end + len(_END_THINK) if end >= 0 else len(text), True
         elif mark[0] == _END_THINK:
-            content = [*content, _END_THINK] if thought else []
-            calls, thought = calls if thought else [], True
+            if thought:
+                content.append(_END_THINK)
+            else:
+                content, calls, thought = [], [], True
         elif mark[0] == close:
             if not calls or (not syntax.exact and isinstance(calls[-1], ToolCall)):
                 why = f"there is a {close} without a {begin}: is one of the tags of a call in an argument?"
@@ -320,7 +322,7 @@ _DEEPSEEK = _headed(
 _HARMONY = _headed(rf".*?to=(?:functions\.)?{_NAME}.*?<\|message\|>", "to=functions.NAME<|message|>")
 _ARGS = _headed(rf"{_NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", "NAME[ARGS]")
 _ARGUMENTS = "(?:parameters|arguments)"
-_LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.*"{_ARGUMENTS}|{_ARGUMENTS}"\s*:.*"name)"\s*:)'
+_LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.{{0,999}}"{_ARGUMENTS}|{_ARGUMENTS}"\s*:.*"name)"\s*:)'
 
 parse_hermes = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _JSON)
 parse_qwen3_coder = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _CODER)
@@ -344,10 +346,9 @@ def parse_mistral(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
     """`[TOOL_CALLS]` and a JSON list of calls, or `NAME[ARGS]{...}`."""
     syntax = _JSON if text.partition("[TOOL_CALLS]")[2].lstrip()[:1] in ("[", "{") else _ARGS
     text = text.replace("[THINK]", _THINK).replace("[/THINK]", _END_THINK)
-    return _parse_open(_TOOL_CALLS, _TOOL_CALLS, syntax, text, schemas)
+    return _parse_open(re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\s*\[TOOL_CALLS\]"), syntax, text, schemas)
 
 
-_TOOL_CALLS = re.compile(r"\s*\[TOOL_CALLS\]")
 FORMATS |= {
     "hermes": parse_hermes,
     "qwen3_coder": parse_qwen3_coder,

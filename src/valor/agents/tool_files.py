@@ -39,8 +39,8 @@ def load_sources(tool_config_path: str | None = None, function_tool_path: str | 
     functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
     tools = _told_apart(entries, functions)
     described = [tool for tool in tools if isinstance(tool, FunctionTool)]
-    of_file = [function_source(described), base_tool_source([tool for tool in tools if tool not in described])]
-    return [*(of_file if entries else ()), *([function_source(functions)] if functions else ())]
+    others = base_tool_source([tool for tool in tools if tool not in described])
+    return [function_source(described), others, function_source(functions)]
 
 
 def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTool]) -> list[Any]:
@@ -50,13 +50,12 @@ def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTo
     for entry in entries:
         server = re.sub(r"[^\w-]+", "_", getattr(next(iter(entry), None), "server", ""), flags=re.ASCII)
         servers[server] += 1
-        prefix = f"{server}{servers[server] if servers[server] > 1 else ''}_"
+        number = servers[server] if servers[server] > 1 else ""
         for tool in entry:
             if server and uses[name := _name_of(tool)] > 1:
-                function = {**tool.schema["function"], "name": prefix + name}
-                tools.append(replace(tool, schema={**tool.schema, "function": function}))
-            else:
-                tools.append(tool)
+                function = {**tool.schema["function"], "name": f"{server}{number}_{name}"}
+                tool = replace(tool, schema={**tool.schema, "function": function})
+            tools.append(tool)
     return tools
 
 

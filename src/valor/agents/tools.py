@@ -172,12 +172,12 @@ class Toolbox:
             return _error("arguments", f"wrong arguments for {call.name}, {complaint}")
         try:
             value = await self.calls[call.name](call.arguments)
-            result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
+            result = value if isinstance(value, ToolResult) else ToolResult(value)
             if not math.isfinite(result.reward):
                 raise ValueError(f"its reward is {result.reward}")
-            if result.images:
-                result = replace(result, images=self.chat.files(result.images, call.name))
-            return replace(result, text=as_text(result.text), reward=float(result.reward))
+            text, images = text_and_images(result.text)
+            shown = self.chat.files(sources, call.name) if (sources := [*result.images, *images]) else ()
+            return replace(result, text=text, images=shown, reward=float(result.reward))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))
         except UserError:
@@ -224,6 +224,14 @@ def as_text(value: Any) -> str:
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
     except Exception:  # also of the serializers of objects
         return str(value)
+
+
+def text_and_images(value: Any) -> tuple[str, list[Any]]:
+    """`as_text` and no images; of a list of a message's parts, as TRL's tools return them, what these hold."""
+    parts = value if isinstance(value, list) and all(isinstance(part, Mapping) for part in value) else []
+    if not parts or any(part.keys() not in ({"type", "text"}, {"type", "image"}) for part in parts):
+        return as_text(value), []
+    return "".join(part.get("text", "") for part in parts), [part["image"] for part in parts if "image" in part]
 
 
 def _error(kind: ToolError, text: str) -> ToolResult:

@@ -97,22 +97,19 @@ class VerlLoop(AgentLoop):
         row = {**task.row["extra_info"], **task.row, "raw_prompt": task.row["messages"]}
         returned = await loop.run(sampling, **row)
         outputs: list[Any] = returned if isinstance(returned, list) else [returned]
+        limits = self.context.limits
         for output in outputs:
-            self._check_length(len(output.prompt_ids), len(output.response_ids))
+            room = min(limits.response, limits.model - len(output.prompt_ids))
+            if (size := len(output.response_ids)) > room:
+                raise ValueError(
+                    f"run() returned {size} response_ids, and data.max_response_length={limits.response} and "
+                    f"rollout.max_model_len={limits.model} leave {room} of this row: cut them, and what goes with them"
+                )
         turns = [turn for i, output in enumerate(outputs) for turn in server.turns(output, new_row=i > 0)]
         last = outputs[-1]
         reason = server.calls[-1][1].finish_reason if server.calls else "stop"
         info = {"metrics": last.metrics, **(last.extra_fields or {})}
         return Episode(task.key, tuple(turns), reason, outputs[0].prompt_ids, last.reward_score, info)
-
-    def _check_length(self, prompt: int, response: int) -> None:
-        """ValueError: a row of so many tokens is longer than rows may be."""
-        limits = self.context.limits
-        if response > (room := min(limits.response, limits.model - prompt)):
-            raise ValueError(
-                f"run() returned {response} response_ids, and data.max_response_length={limits.response} and "
-                f"rollout.max_model_len={limits.model} leave {room} of this row: cut them, and what goes with them"
-            )
 
 
 class _ServerManager:

@@ -18,7 +18,7 @@ from torch import Tensor
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import release
 from valor.agents.tool_sources import FunctionTool, schema_of
-from valor.agents.tools import Toolbox, ToolResult, ToolSource, as_text, tool_kwargs
+from valor.agents.tools import Toolbox, ToolResult, ToolSource, tool_kwargs
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -151,8 +151,7 @@ def verl_result(value: Any) -> ToolResult:
     if getattr(answer, "video", None):  # verl's own ToolResponse has them
         raise TypeError("videos are not supported")
     text, images = getattr(answer, "text", answer), getattr(answer, "image", None) or ()
-    text = "" if text is None else as_text(text)
-    return ToolResult(text, float(reward or 0.0), metrics=dict(metrics or {}), images=images)
+    return ToolResult("" if text is None else text, float(reward or 0.0), metrics=dict(metrics or {}), images=images)
 
 
 def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:

@@ -197,4 +197,6 @@ def _plain(value: Any, key: str) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UserError(f"{key}: a setting is a number, a text, a list or a dict, got {type(value).__name__}")
+    name = getattr(value, "__name__", None)  # of a function or a class
+    hint = f": write it into a file, and give its name as file.py:{name}" if name else ""
+    raise UserError(f"{key}: a setting is a number, a text, a list or a dict, got {type(value).__name__}{hint}")

@@ -80,6 +80,8 @@ report_to ? set trainer.logger=[console,file] with wandb, tensorboard, trackio o
 vllm_mode ? start vllm serve; set actor_rollout_ref.rollout.name=server and actor_rollout_ref.rollout.server.base_url
 vllm_importance_sampling_(correction mode cap clip_max) ? set algorithm.rollout_correction.rollout_is (token, sequence)
     and rollout_is_threshold
+tools ? mark them with @function_tool; set rollout.multi_turn.enable=true and rollout.multi_turn.function_tool_path
+environment_factory ? set rollout.agent.environment to its file and class
 max_tool_calling_iterations ? set actor_rollout_ref.rollout.multi_turn.max_assistant_turns to one more
 reward_weights ? your grader returns one score: weigh its parts there
 (min_p repetition_penalty generation_kwargs) ? tokens are drawn by temperature, top_k and top_p

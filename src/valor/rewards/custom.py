@@ -55,6 +55,7 @@ class CustomFunction:
             raise UserError(
                 f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in arguments)} ({error}): "
                 f"it must take {', '.join(names)} and the reward_kwargs"
+                f"{'; what environments know, their get_reward() returns' * ('environments' in str(error))}"
             ) from None
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass

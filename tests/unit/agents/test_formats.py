@@ -389,3 +389,10 @@ def test_other_ways_in_which_a_family_writes_calls(name, text, calls, content):
 def test_a_bad_call_of_a_family_has_a_reason(name, text, reason):
     (call,) = FORMATS[name](text, []).calls
     assert isinstance(call, BadCall) and call.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("text", ["\n", '{"name": "f" ', "</think>"])
+def test_a_policy_that_repeats_itself_is_read_in_the_time_of_its_text(name, text):
+    """Else its turn would hold up all episodes of the process for minutes."""
+    assert FORMATS[name](text * (200_000 // len(text)), []).calls == []

@@ -34,12 +34,18 @@ def show(count: int):
     return ToolResponse(text="these", image=[picture(16, 16, 50 + seed) for seed in range(count)])
 
 @function_tool
+def parts():
+    '''Show a picture as TRL's tools do.'''
+    return [{"type": "text", "text": "this"}, {"type": "image", "image": picture(16, 16, 70)}]
+
+@function_tool
 def wrong():
     '''Show what is no picture.'''
     return ToolResult("this", images=["nowhere.png"])
 """,
 }
 SHOW = '<tool_call>{"name": "show", "arguments": {"count": 2}}</tool_call>'
+PARTS = '<tool_call>{"name": "parts", "arguments": {}}</tool_call>'
 WRONG = '<tool_call>{"name": "wrong", "arguments": {}}</tool_call>'
 DELEGATE = '<tool_call>{"name": "delegate", "arguments": {"task": "find"}}</tool_call>'
 
@@ -98,6 +104,13 @@ def test_the_images_of_a_tool_stand_before_its_text(model: Path, tmp_path: Path)
     assert row == after
     (call,) = episode.info["calls"]
     assert call["images"] == [file for file, _ in image_files(after)[1:]]
+
+
+def test_an_image_in_a_part_is_shown(model: Path, tmp_path: Path) -> None:
+    episode, prompts, chat = play(model, tmp_path, PARTS, "done")
+    assert [len(image_files(named)) for _, named in prompts] == [1, 2]
+    told = chat.decode([token for token in episode.turns[1].observation_ids if token != IMAGE])
+    assert "<|im_start|>tool\n<|open|><|close|>this<|im_end|>" in told
 
 
 def test_an_image_that_is_none_is_an_error_of_the_call(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import json
 import threading
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, ToolCall
 from valor.agents.tool_runner import run_tool
 from valor.agents.tool_sources import function_source
-from valor.agents.tools import ToolResult, Toolset
+from valor.agents.tools import ToolResult, Toolset, text_and_images
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
@@ -222,6 +223,26 @@ def test_a_tool_may_say_its_reward_and_metrics():
     result = run(call(box(), "odd", kind="rewarded"))
     assert (result.text, result.reward, result.metrics) == ("well done", 0.5, {"depth": 2}) and result.seconds > 0
     assert type(run(call(box(), "odd", kind="tensor")).reward) is float
+
+
+def test_parts_of_a_message_are_what_they_hold():
+    """As TRL's tools and environments may return them."""
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert text_and_images(parts) == ("a b", [])
+    assert text_and_images([*parts, {"type": "image", "image": b"x"}]) == ("a b", [b"x"])
+    for other in ([], [{"type": "text", "text": "a", "score": 1}], [{"type": "text"}], [*parts, "c"]):
+        assert text_and_images(other) == (json.dumps(other), [])
+
+    class Parts(Counter):
+        def reset(self, prompt, shown=(), **columns):
+            return [{"type": "text", "text": f"so {prompt[0]['content']}"}, *shown]
+
+    row = {"messages": [{"role": "user", "content": "Q"}]}
+    assert run((toolbox := box(methods_source(Parts))).open(row)) == "so Q" and toolbox.messages is None
+    picture = {"type": "image", "image": b"x"}
+    assert run((toolbox := box(methods_source(Parts))).open({**row, "shown": [picture]})) is None
+    told = [{"type": "text", "text": "Q"}, {"type": "text", "text": "so Q"}, picture]
+    assert toolbox.messages == [{"role": "user", "content": told}]
 
 
 @pytest.mark.parametrize(

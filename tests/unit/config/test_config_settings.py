@@ -49,5 +49,10 @@ def test_what_no_key_ends_with_is_for_the_loader_to_tell():
 
 
 def test_what_no_command_line_could_say():
-    with pytest.raises(UserError, match="gamma: a setting is a number, a text, a list or a dict, got set"):
+    with pytest.raises(UserError, match=r"gamma: a setting is a number, a text, a list or a dict, got set$"):
         overrides(PPOConfig, {"gamma": {1}})
+    with pytest.raises(UserError, match=r"^tools: .*, got function: .* give its name as file\.py:multiply$"):
+
+        def multiply(a): ...
+
+        overrides(PPOConfig, {"tools": [multiply]})

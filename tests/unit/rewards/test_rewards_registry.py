@@ -135,6 +135,7 @@ GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
         ("import no_such_thing", "compute_score", {}, "No module named 'no_such_thing'"),
         ("def compute_score(text): return 0.0", "compute_score", {}, "must take data_source, solution_str"),
         (GOOD, "compute_score", {"strict": True}, "cannot be called with"),
+        ("def r(environments, **kwargs): return [0.0]", "r", {}, "what environments know, their get_reward() returns"),
     ],
 )
 def test_a_bad_custom_function_is_one_clear_line(
