@@ -19,7 +19,7 @@ class RunConfig(Section):
     """Folder of the run: checkpoints, logs, report."""
     logger: list[str] = key(["console", "file"])
     """console, file (jsonl in the folder), tensorboard, wandb, trackio, mlflow, swanlab, or module:Name of your own."""
-    total_epochs: PositiveInt = 30
+    total_epochs: PositiveInt = key(30, ".total_training_steps=null")
     """Passes over the training prompts."""
     total_training_steps: PositiveInt | None = None
     """Length in steps; null is total_epochs."""
