@@ -19,7 +19,7 @@ class FilesConfig(Section):
     """Validation rows; null runs no validation (reward models: holds out val_share of the training rows)."""
     train_max_samples: int = -1
     """Use only this many training rows; -1 all."""
-    val_max_samples: int = -1
+    val_max_samples: int = key(-1, "data.val_files or data.val_share")
     """Use only this many validation rows; -1 all."""
     prompt_key: str = "prompt"
     """Column with the prompt: chat messages (supervised runs: or text)."""
@@ -86,6 +86,7 @@ class DataConfig(
     FilesConfig,
     train_files=key(["~/data/gsm8k/train.parquet"], _FROM_FILES),
     val_files=key(None, _FROM_FILES),
+    train_max_samples=key(-1, _FROM_FILES),
 ):
     """Prompts: where they are, how they are read, how many go into a step."""
 

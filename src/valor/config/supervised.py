@@ -2,7 +2,7 @@
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from valor.config.base import Section, Share, section
+from valor.config.base import Section, Share, key, section
 from valor.config.data import FilesConfig, Truncation
 from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig, ModelConfig
 from valor.config.trainer import RunConfig
@@ -57,7 +57,7 @@ class SFTConfig(SupervisedConfig):
 class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/train.parquet"], train_batch_size=64):
     """Preference pairs: a prompt with a better and a worse response; a sample is a pair."""
 
-    val_share: Share = 0.1
+    val_share: Share = key(0.1, {".val_files=null": "data.val_files has the validation rows"})
     """Share of the prompts of each source to hold out; 0 holds out none."""
     chosen_key: str = "chosen"
     """Column with the better response (text, or messages that end with it)."""

@@ -53,9 +53,17 @@ def test_settings_without_effect_are_listed_with_their_reason():
     }
     loaded = load([f"{actor}.calculate_entropy=true", LENGTHS[0]])
     assert inert_settings(loaded.config, loaded.explicit_keys) == {}
-    assert inert_settings(SFTConfig(), {"trainer.seed", "trainer.test_freq", "model.lora_alpha"}) == {
+    keys = {"trainer.seed", "trainer.test_freq", "model.lora_alpha", "trainer.total_epochs", "data.val_max_samples"}
+    assert inert_settings(SFTConfig(), keys) == {
+        "data.val_max_samples": "no effect: data.val_files is not set",
         "model.lora_alpha": "no effect with model.lora_rank=0",
         "trainer.test_freq": "no effect: data.val_files is not set",
+    }
+    argv = ["data.val_files=v", "data.val_share=0.5", "trainer.total_epochs=2", "trainer.total_training_steps=9"]
+    loaded = load(argv, RMConfig)
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {
+        "data.val_share": "no effect: data.val_files has the validation rows",
+        "trainer.total_epochs": "no effect with trainer.total_training_steps=9",
     }
 
 
