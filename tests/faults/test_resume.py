@@ -142,6 +142,8 @@ def test_the_length_matters_where_a_learning_rate_depends_on_it(schedule):
     longer = PPOConfig(**nested({**same, "trainer.total_training_steps": 20}))
     [change] = changes(PPOConfig, identity(first), identity(longer))
     assert change == ("trainer.total_training_steps: 10 -> 20", False)
+    epochs = PPOConfig(**nested({**same, "trainer.total_training_steps": 10, "trainer.total_epochs": 7}))
+    assert [change.exact for change in changes(PPOConfig, identity(first), identity(epochs))] == [True]  # not read
 
 
 @pytest.mark.parametrize("value", [None, 0, 3, "x", [], {}])

@@ -106,6 +106,18 @@ def not_finite(run: Diagnosis) -> Verdict | None:
     )
 
 
+def nothing_trained(run: Diagnosis) -> Verdict | None:
+    rejected = run.now.get("rollout_corr/rollout_rs_masked_fraction") == 1
+    if not rejected and run.now.get("training/left_out_ratio") != 1:
+        return None
+    advice = f"lower {run.key('algorithm.reward_mask_ratio')}"
+    if rejected:
+        advice = "widen algorithm.rollout_correction.rollout_rs_threshold"
+    elif run.settings.get("algorithm.truncated_responses") == "exclude":
+        advice = f"raise {run.key('data.max_response_length')}, or set algorithm.truncated_responses=end"
+    return "every response of the step was left out of training: the policy stays as it was", advice
+
+
 def out_of_memory(run: Diagnosis) -> Verdict | None:
     sections = {"actor": f"{_ACTOR}.ppo_", "critic": "critic.ppo_", "train": ""}
     role = next((name for name in sections if run.now.get(f"{name}/oom_retries")), None)
@@ -278,8 +290,9 @@ def clip_fraction(run: Diagnosis) -> Verdict | None:
     )
 
 
-RULES: list[Callable[[Diagnosis], Verdict | None]] = [not_finite, out_of_memory, rollout_mismatch, constant_reward]
+RULES: list[Callable[[Diagnosis], Verdict | None]] = [not_finite, nothing_trained, out_of_memory, rollout_mismatch]
 RULES += [
+    constant_reward,
     groups_without_signal,
     flat_reward,
     critic_does_not_learn,

@@ -64,6 +64,8 @@ def explained_variance_by_group(values: Any, returns: Any, mask: Any, groups: Se
     weighted by the parts of Σ (R − R̄)² that lie within and between. NaN where there is nothing to explain.
     """
     chosen = _to_numpy(mask) > 0
+    if not chosen.any():
+        return math.nan, math.nan
     group = np.broadcast_to(np.asarray(groups)[:, None], chosen.shape)[chosen]
     target = _selected(returns, mask)
     error = target - _selected(values, mask)

@@ -99,6 +99,8 @@ def changes(
 def _is_harmless(key: str, settings: Mapping[str, Any]) -> bool:
     if key not in _LENGTH:
         return matches(key, _HARMLESS.split())
+    if key == "trainer.total_epochs" and settings["trainer.total_training_steps"] is not None:
+        return True  # which is read in its place
     return not any(
         (name.endswith("lr_scheduler_type") and value != "constant")
         or (name.endswith("lr_warmup_steps_ratio") and value and settings[name.removesuffix("_ratio")] < 0)

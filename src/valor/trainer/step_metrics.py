@@ -69,9 +69,11 @@ def baseline_metrics(batch: Batch, gamma: float) -> dict[str, float]:
     outcomes = returns.gather(1, mask.argmax(1, keepdim=True))[:, 0]
     others = mean_of_others(outcomes, batch.objects["uid"])
     where = batch.tensors.get("value_mask", mask) != 0
+    if len(mask) < 2 or not where.any():
+        return {}
     variances = [(returns - base)[where].var(correction=0) for base in (batch["values"].double(), others[:, None])]
     names = ("critic/baseline_variance/critic", "critic/baseline_variance/group_mean")
-    return {name: float(x) for name, x in zip(names, variances, strict=True)} if len(mask) > 1 and where.any() else {}
+    return {name: float(x) for name, x in zip(names, variances, strict=True)}
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:

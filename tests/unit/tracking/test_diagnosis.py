@@ -65,6 +65,7 @@ def test_a_fault_is_named_with_its_number_and_a_key(name):
 
 def test_every_rule_has_a_run_that_it_speaks_of():
     assert {rule.__name__ for rule in RULES} == {rule for rule, _, _ in FAULTS.values()} | {
+        "nothing_trained",
         "out_of_memory",
         "critic_harms",
     }
@@ -92,6 +93,20 @@ def test_a_kl_term_that_is_a_sum_over_tokens_is_no_distance_of_a_token(mode, spe
     for step, metrics in enumerate(steps_of("grpo"), start=1):
         found.add(step, metrics | {"actor/kl_loss": 3.0})
     assert ("policy_runs_away" in found.findings) is speaks
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "remedy"),
+    [
+        ({"algorithm.truncated_responses": "exclude"}, "training/left_out_ratio", "data.max_response_length"),
+        ({"algorithm.reward_mask_ratio": 1.0}, "training/left_out_ratio", "algorithm.reward_mask_ratio (1)"),
+        ({}, "rollout_corr/rollout_rs_masked_fraction", "rollout_rs_threshold"),
+    ],
+)
+def test_a_step_that_trains_on_nothing_is_told_at_once(settings, key, remedy):
+    (finding,) = Diagnosis(settings).add(1, {"training/global_step": 1, key: 1.0})
+    assert finding.rule == "nothing_trained" and remedy in finding.remedy
+    assert not Diagnosis(settings).add(1, {"training/global_step": 1, key: 0.9})
 
 
 def test_an_update_that_had_to_be_repeated_names_the_key_of_its_size():

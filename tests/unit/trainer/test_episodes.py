@@ -133,8 +133,12 @@ def test_rewards_advantages_returns_and_metrics(settings: dict) -> None:
 def test_a_step_that_leaves_all_episodes_out() -> None:
     for batch in batches():
         batch.objects["finish_reason"] = ["length"] * len(batch)
-        left, _ = after(made(TrainingRows, {"truncated_responses": "exclude"}), batch)
-        assert len(trained(left)) == 0 and len(Episodes(trained(left)).rows) == 0
+        left, metrics = after(made(TrainingRows, {"truncated_responses": "exclude"}), batch)
+        assert (
+            metrics == {"training/left_out_ratio": 1.0}
+            and len(trained(left)) == 0
+            and len(Episodes(trained(left)).rows) == 0
+        )
 
 
 def test_without_several_rows_nothing_is_moved() -> None:

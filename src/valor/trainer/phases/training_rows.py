@@ -36,4 +36,4 @@ class TrainingRows(Phase):
             missing = batch["reward_missing"]
         cut_off = CUT_OFF if self.config.algorithm.truncated_responses == "exclude" else ()
         chosen = [number for number, row in enumerate(ends) if not missing[row] and reasons[row] not in cut_off]
-        return Batch(meta={CHOSEN: chosen}), {}
+        return Batch(meta={CHOSEN: chosen}), {"training/left_out_ratio": 1 - len(chosen) / len(ends)}
