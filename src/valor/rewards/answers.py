@@ -16,6 +16,7 @@ class Answer(NamedTuple):
     stated: bool
 
 
+_THOUGHT_ENDS = re.compile(r"</think>|assistantfinal|<\|channel\|>final<\|message\|>")  # also without special tokens
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)")
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{[^{}]*$")
@@ -123,8 +124,8 @@ def tagged(text: str) -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; everything when nothing does."""
-    rest = text.rpartition("</think>")[2]
+    """What follows the last `</think>`, or what heads gpt-oss's final words; everything when nothing does."""
+    rest = _THOUGHT_ENDS.split(text)[-1]
     return rest if rest.strip() else text
 
 
