@@ -86,7 +86,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
                 fits(sample.tokens, where)
                 self._rows.append(sample)
         if not self._rows:
-            raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
+            raise UserError(f"data.{split}_files: no sample has an assistant token to learn within data.max_length")
         if dropped := len(rows) - len(self._rows):
             message = "%s: %d of %d samples have no assistant token left and are dropped"
             logger.warning(message, split, dropped, len(rows))
