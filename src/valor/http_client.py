@@ -117,7 +117,7 @@ class Server(LoopThread):
                 if reply.status_code == 200:
                     return reply
                 refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
-                least = float(asked) if (asked := reply.headers.get("retry-after", "")).isdecimal() else 0.0
+                least = float(header) if (header := reply.headers.get("retry-after", "")).isdecimal() else 0.0
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
         raise TimeoutError(refusal)
