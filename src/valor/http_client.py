@@ -102,10 +102,9 @@ class Server(LoopThread):
         `seconds` are for each of the `attempts`. Raises TimeoutError, with the last refusal, when they are over, and
         RuntimeError for a refusal that will not pass.
         """
-        refusal, wanted = "", "0"
+        refusal, least = "", 0.0
         for attempt in range(attempts):
             if attempt:
-                least = float(wanted) if wanted.isdecimal() else 0.0
                 await asyncio.sleep(min(max(_FIRST_PAUSE * 2 ** (attempt - 1), least), _LONGEST_PAUSE))
             try:
                 async with asyncio.timeout(seconds):
@@ -118,7 +117,7 @@ class Server(LoopThread):
                 if reply.status_code == 200:
                     return reply
                 refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
-                wanted = reply.headers.get("retry-after", "0")
+                least = float(header) if (header := reply.headers.get("retry-after", "")).isdecimal() else 0.0
                 if reply.status_code not in _TEMPORARY and reply.status_code < 500:
                     raise RuntimeError(refusal)
         raise TimeoutError(refusal)

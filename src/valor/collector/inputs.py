@@ -78,8 +78,12 @@ class RunInputs:
             logger.warning("the reward model does not read the schemas of tools: its chat template leaves them out")
         self.judge = None
         if reward_model.enable and not reward_model.is_role:
-            if "{ground_truth}" in (reward_model.judge.prompt_template or ""):
-                _check_truths([*self.train], "reward.reward_model.judge.prompt_template")
+            lacking = sum(row.ground_truth in (None, "") for row in self.train)
+            if lacking and "{ground_truth}" in (reward_model.judge.prompt_template or ""):
+                raise UserError(
+                    "reward.reward_model.judge.prompt_template asks for {ground_truth}, which "
+                    f"{lacking} of {len(self.train)} train prompts lack ({', '.join(TRUTHS)}): fill in, or leave out"
+                )
             self.judge = Judge(reward_model.judge, config.reward.error_score)
             self.judge.check()
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
@@ -194,15 +198,6 @@ def _ask_format(tokenizer: Any, config: PPOConfig) -> None:
         key, advice = f"rollout.multi_turn.format={name}", "take another format, or register one of your own"
         logger.warning(
             "%s does not read calls as the chat template writes them: %s: %s", key, " ".join(call.split()), advice
-        )
-
-
-def _check_truths(rows: Sequence[PromptRow], reader: str) -> None:
-    """UserError: `reader` has {ground_truth} in it, and a row has none."""
-    if lacking := sum(row.ground_truth in (None, "") for row in rows):
-        raise UserError(
-            f"{reader} asks for {{ground_truth}}, which {lacking} of {len(rows)} train prompts lack "
-            f"({', '.join(TRUTHS)}): fill it in, leave such rows out, or take it out of the template"
         )
 
 

@@ -157,7 +157,9 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
         reading.notes.append(f"{key} has no effect: Valor composes with Hydra but writes nothing through it")
     elif override.is_delete() and value is not None:
         mistakes.append(f"cannot read '{text}': write ~{key} alone")
-    elif override.is_delete() and not exists(root, key):
+    elif override.is_delete() and not (
+        exists(root, key) and (leaf is None or OmegaConf.select(config, key) is not None)
+    ):
         mistakes.append(unknown_key(root, key))
     elif override.is_delete():  # of an open dict it takes the entry away, elsewhere it restores the default
         names = [plain.name for plain in plain_keys(root) if below(plain.name, key)]
@@ -166,11 +168,7 @@ def _apply(root: type[BaseModel], config: DictConfig, override: Override, readin
             reading.set_keys -= {at for at in reading.set_keys if below(at, name)}
         if not names:
             parent, _, last = key.rpartition(".")
-            entries = OmegaConf.select(config, parent)
-            if isinstance(entries, DictConfig) and last in entries:
-                entries.pop(last)
-            else:
-                mistakes.append(f"cannot read '{text}': there is no {key}")
+            OmegaConf.select(config, parent).pop(last)
     elif override.is_sweep_override():
         mistakes.append(f"{key} has several values: write a [list] or a 'quoted text'; {SWEEPS}")
     elif is_section(root, key) and not isinstance(value, dict):

@@ -24,6 +24,7 @@ from valor.errors import UserError
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("loss_mask", "weight", "train", "training", "loss")  # of verl, OpenAI, axolotl and ms-swift
+_BESIDE = ("input", "context", "system_prompt", "history")  # what Alpaca, Dolly and others have beside a question
 _LIKE_A_FLAG = re.compile("mask|weight|train|learn|loss|ignore")
 
 
@@ -68,6 +69,12 @@ class DemonstrationDataset(Sequence[Demonstration]):
             chat, learnt = chat_of(record, where, data)
             parts |= parts_of([chat]) | ({"tools"} if "tools" in options else set())
             rows += [(where, row) for row in _rows(tokenizer, chat, learnt, where, options) or [("", [])]]
+        pairs = [records[i][1] for i in numbers if data.messages_key not in records[i][1]]
+        if left := [n for n in _BESIDE if n != data.prompt_key and any(pair.get(n) for pair in pairs)]:
+            message = (
+                "%s: rows have '%s', which is not read: only '%s' is the prompt (data.prompt_key), so join them before"
+            )
+            logger.warning(message, split, "', '".join(left), data.prompt_key)
         if split == "train":
             ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"])
         if len(rows) > len(numbers):
@@ -79,7 +86,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
                 fits(sample.tokens, where)
                 self._rows.append(sample)
         if not self._rows:
-            raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
+            raise UserError(f"data.{split}_files: no sample has an assistant token to learn within data.max_length")
         if dropped := len(rows) - len(self._rows):
             message = "%s: %d of %d samples have no assistant token left and are dropped"
             logger.warning(message, split, dropped, len(rows))

@@ -37,9 +37,7 @@ _VERDICT = re.compile(
     re.IGNORECASE,
 )
 _LABEL_LINE = re.compile(rf"^([ \t]*{_LABEL}[ \t]*:?)[ \t]*\n\s*(?=[-+\[]*\d)", re.IGNORECASE | re.MULTILINE)
-_TAG = re.compile(
-    rf"(?:<{_LABEL}>|\[(?:result|{_LABEL})\]\s*:?)\s*|</{_LABEL}>", re.IGNORECASE
-)  # Prometheus: [RESULT] 4
+_TAG = re.compile(rf"(?:<{_LABEL}>|\[(?:result|{_LABEL})\]\s*:?)\s*|</{_LABEL}>", re.IGNORECASE)
 _JSON = re.compile(r"^[ \t`]*(?:json)?[ \t]*(?=\{)", re.MULTILINE)
 _ALONE = re.compile(rf"\s*{_NUMBER}{_MOST}\s*\.?\s*")
 _COMMENT = re.compile(r"$|[.。;!]|,(?!\s*\d)|-\s|\(")  # what may follow a verdict on its line

@@ -84,5 +84,5 @@ class PreferenceWorker(ModelRole):
         chosen, rejected, count = outputs["chosen"], outputs["rejected"], rows.meta["num_pairs"]
         losses = bradley_terry_loss(chosen, rejected, margin=rows["margin"], center_coef=self._center_coef)
         loss, won = losses.sum() / count, (chosen - rejected).detach()
-        metrics = {"loss": loss.detach(), "accuracy": (won > 0).sum() / count, "margin": won.sum() / count}
+        metrics = {"loss": loss.detach(), "accuracy": (won.sign() + 1).sum() / (2 * count), "margin": won.sum() / count}
         return loss, metrics

@@ -280,6 +280,16 @@ def test_a_column_system_stands_before_a_chat_and_parts_are_one_text(tmp_path: P
     assert row == same == beside and learnt(CHATML, row) == ["A<|end|>"] and "Be kind." in text_of(CHATML, row.tokens)
 
 
+def test_a_part_of_the_question_in_a_column_of_its_own_is_told(tmp_path: Path, caplog: Any) -> None:
+    """As in Alpaca's rows (input) and OpenOrca's (system_prompt)."""
+    demonstrations(CHATML, tmp_path / "c.jsonl", prompt="Add.", input="1 2", system_prompt="Be kind.", response="3")
+    assert "train: rows have 'input', 'system_prompt', which is not read: only 'prompt' is the prompt" in caplog.text
+    caplog.clear()
+    demonstrations(CHATML, tmp_path / "d.jsonl", prompt="Add.", input="", source="x", response="3")
+    demonstrations(CHATML, tmp_path / "e.jsonl", messages=CHAT[:2], input="1 2")
+    assert not caplog.text
+
+
 def test_a_response_may_be_messages_of_which_those_of_the_assistant_are_learnt(tmp_path: Path) -> None:
     """As in TRL's rows of prompt and completion."""
     (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", prompt=CHAT[:1], response=CHAT[1:4])

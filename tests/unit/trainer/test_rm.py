@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
 from valor.trainer.main_sft import rm_train as main
@@ -150,6 +150,15 @@ def test_a_classifier_of_several_labels_is_no_backbone(pairs, tmp_path, capsys):
     model = make_classifier(tmp_path / "m", num_labels=2, template=TEMPLATE)
     assert main(overrides(model, pairs, tmp_path / "run")) == 2
     assert "classifies into 2 labels; a reward model has 1" in capsys.readouterr().err
+
+
+def test_equal_scores_count_one_half(pairs, tmp_path):
+    model = make_classifier(tmp_path / "m", template=TEMPLATE)
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"score.weight": weights["score.weight"] * 0}, model / "model.safetensors", {"format": "pt"})
+    assert main(overrides(model, pairs, tmp_path / "run", "optim.lr=0", "trainer.total_training_steps=1")) == 0
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["train/accuracy"] == row["val/accuracy"] == 0.5 and row["train/margin"] == 0
 
 
 def test_dry_run_says_what_would_be_done(backbone, pairs, tmp_path, capsys):
