@@ -54,7 +54,8 @@ class PromptDataset(Sequence[PromptRow]):
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
     ones. `tools_of`: in a run with agents, the tools that the template describes to a row with this extra_info, instead
-    of the row's own. `images`: reads the rows' images, in a run that has `data.image_key`; their prompts are never cut.
+    of the row's own. `images`: reads the rows' images, in a run that has `data.image_key`. Prompts with images, and
+    those of a run with agents, are never cut.
     `records`: the rows of a task set, in place of files.
     """
 
@@ -99,11 +100,11 @@ class PromptDataset(Sequence[PromptRow]):
                 num_overlong += 1
                 if data.filter_overlong_prompts:
                     continue
-                if data.truncation == "error" or file:
+                if data.truncation == "error" or file or tools_of is not None:  # an agent begins with the messages
                     raise UserError(
                         f"{rows[number].where}: the prompt has {len(ids)} tokens, data.max_prompt_length is "
                         f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true (leave such "
-                        "rows out) or, without images, data.truncation=left|right|middle (cut them)"
+                        "rows out) or, without images or agents, data.truncation=left|right|middle (cut them)"
                     )
                 ids = truncated(ids, data.max_prompt_length, data.truncation)
             # An array takes a tenth of the memory of a list of int objects.

@@ -105,6 +105,8 @@ def test_a_prompt_over_the_limit_stops_the_run_by_default(tmp_path: Path, tokeni
     text = str(error.value)
     assert text.startswith(f"{path}, line 2: the prompt has 24 tokens, data.max_prompt_length is 20")
     assert "filter_overlong_prompts" in text and "\n" not in text
+    with pytest.raises(UserError, match="without images or agents"):  # an episode begins with the messages, uncut
+        PromptDataset(config(path, max_prompt_length=20, truncation="left"), tokenizer, tools_of=lambda info: [])
 
 
 def test_overlong_prompts_can_be_left_out(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
