@@ -204,11 +204,12 @@ def test_a_free_run_goes_on_from_its_queue(overrides, tmp_path, watched):
     [
         ([SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true"], ["actor_rollout_ref.rollout.n=3"], 8),
         ([SEPARATE], ["actor_rollout_ref.rollout.n=3", "data.train_batch_size=6"], 6),
+        ([SEPARATE], ["reward.error_score=-1"], 8),
         ([SEPARATE], [f"{V1}.deterministic=true", f"{OLDEST}=1"], 8),
         ([SEPARATE, f"{OLDEST}=2", f"{V1}.deterministic=true"], [f"{V1}.trainer_mode=sync"], 8),
         ([COLOCATED], [f"{V1}.trainer_mode=sync"], 8),
     ],
-    ids=["samples", "batch", "batches", "synchronous", "colocated to synchronous"],
+    ids=["samples", "batch", "grades", "batches", "synchronous", "colocated to synchronous"],
 )
 def test_after_a_change_the_prompts_that_were_ahead_are_answered_anew(
     before, after, size, overrides, tmp_path, watched
@@ -233,7 +234,7 @@ def test_after_another_change_the_samples_that_were_ahead_are_trained_on(overrid
     before = watched.batches[2]
     watched.batches.clear()
     changed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_2'}"]
-    changed += ["trainer.resume_changed=allow", "algorithm.gamma=0.9", "reward.error_score=-1"]
+    changed += ["trainer.resume_changed=allow", "algorithm.gamma=0.9"]
     assert main(overrides(tmp_path / "resumed", *fixed, *changed)) == 0
     assert "anew" not in capsys.readouterr().out
     assert torch.equal(before["responses"], watched.batches[0]["responses"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valor.agents.formats import FORMATS, BadCall, ToolCall, register_format
+from valor.agents.formats import BUILT_IN, FORMATS, BadCall, ToolCall, register_format
 from valor.errors import UserError
 
 WEATHER = {
@@ -391,8 +391,8 @@ def test_a_bad_call_of_a_family_has_a_reason(name, text, reason):
     assert isinstance(call, BadCall) and call.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("read", BUILT_IN)
 @pytest.mark.parametrize("text", ["\n", '{"name": "f" ', "</think>"])
-def test_a_policy_that_repeats_itself_is_read_in_the_time_of_its_text(name, text):
+def test_a_policy_that_repeats_itself_is_read_in_the_time_of_its_text(read, text):
     """Else its turn would hold up all episodes of the process for minutes."""
-    assert FORMATS[name](text * (200_000 // len(text)), []).calls == []
+    assert not read(text * (200_000 // len(text)), []).calls
