@@ -12,8 +12,9 @@ _HEAD = """\
 <!-- Made from tests/unit/rewards/answers: python benchmarks/grader_docs.py > docs/graders.md -->
 
 Each table has ten of the labelled answers that the tests hold the graders to; ↵ is a line break. All graders read what
-follows the thoughts (`</think>`), in English and Chinese, full-width marks and digits included. Of an episode with
-tools or an environment they read the policy's last turn without its calls ([rewards](rewards.md#what-a-grader-reads)).
+follows the thoughts (`</think>`, gpt-oss's analysis), in English and Chinese, full-width marks and digits included. Of
+an episode with tools or an environment they read the policy's last turn without its calls
+([rewards](rewards.md#what-a-grader-reads)).
 """
 
 # By name of the file: the heading, and what counts.
