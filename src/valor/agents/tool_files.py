@@ -37,13 +37,13 @@ def load_sources(tool_config_path: str | None = None, function_tool_path: str | 
     """The tools that a configuration names. Raises UserError for files, entries and classes that cannot be used."""
     entries = [] if tool_config_path is None else _load_tools_file(tool_config_path)
     functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
-    tools = _told_apart(entries, functions)
+    tools = _with_server_names(entries, functions)
     described = [tool for tool in tools if isinstance(tool, FunctionTool)]
     others = base_tool_source([tool for tool in tools if tool not in described])
     return [function_source(described), others, function_source(functions)]
 
 
-def _told_apart(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTool]) -> list[Any]:
+def _with_server_names(entries: Sequence[Sequence[Any]], functions: Sequence[FunctionTool]) -> list[Any]:
     """The tools of all entries. One of an MCP server whose name is another's too is called SERVER_TOOL, by what the
     server calls itself, with a number from the second server of that name on."""
     uses, servers, tools = Counter(map(_name_of, chain(*entries, functions))), Counter[str](), list[Any]()

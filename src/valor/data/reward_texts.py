@@ -14,7 +14,7 @@ from valor.data.prompts import continued, render
 from valor.data.templates import end_tokens
 from valor.errors import UserError
 
-_WHOLE = {"add_generation_prompt": False, "continue_final_message": False}
+_WITH_ANSWER = {"add_generation_prompt": False, "continue_final_message": False}
 _TOO_LARGE = 1_000_000  # tokenizers without a limit name one such as 1e30
 
 
@@ -69,7 +69,7 @@ class RewardTexts:
         answers = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in responses]
         if self.as_chat:
             texts = [
-                render(self.tokenizer, [*prompt, answer], {**more, **_WHOLE}, where)
+                render(self.tokenizer, [*prompt, answer], {**more, **_WITH_ANSWER}, where)
                 for prompt, answer, more in zip(prompts, answers, by_row, strict=True)
             ]
             return self._fitted(self.tokenizer(texts, add_special_tokens=False, **options))

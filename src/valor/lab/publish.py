@@ -112,9 +112,9 @@ def model_card(
     if scorecard:
         half = next(position for position in scorecard["positions"] if position["at"] == 0.5)
         numbers.append(("AUC at half of the answer", short(half["auc"]), ""))
-    of_images = config["architectures"][0].endswith(_READS_IMAGES)
+    reads_images = config["architectures"][0].endswith(_READS_IMAGES)
     facts = {"training": training, "card": scorecard, "numbers": numbers}
-    return template.render(name=name, config=config, labels=labels, of_images=of_images, **facts)
+    return template.render(name=name, config=config, labels=labels, reads_images=reads_images, **facts)
 
 
 def fingerprint(model: Path) -> str | None:
