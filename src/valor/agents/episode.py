@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from valor.algorithms import place_at_end
-from valor.data.batch import Batch, Episodes, pad_rows
+from valor.data.batch import Batch, Episodes, pad_rows, unpadded
 from valor.data.images import IMAGES
 from valor.models.routing import ROUTES
 from valor.rollout.base import FinishReason, Output, Span, token_versions
@@ -169,8 +169,7 @@ def with_text(rows: Batch, decode: Decode) -> Batch:
     by_turns = "episode_info" in rows and "turn_texts" not in rows
     if "response_text" in rows and not by_turns:
         return rows
-    lengths = rows["response_lengths"].tolist()
-    responses = [row[:length] for row, length in zip(rows["responses"].tolist(), lengths, strict=True)]
+    responses = unpadded(rows, "response")
     if "response_text" not in rows:
         rows.objects["response_text"] = decode(responses)
     if by_turns:

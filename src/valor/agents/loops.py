@@ -11,7 +11,7 @@ from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
 from valor.algorithms.registry import Named
 from valor.config import PPOConfig
-from valor.data.batch import Batch
+from valor.data.batch import Batch, unpadded
 from valor.data.images import IMAGES
 from valor.errors import UserError
 from valor.rollout.base import Output, SamplingParams, StopTexts
@@ -34,11 +34,10 @@ class Task:
 
 def tasks_of(prompts: Batch, params: SamplingParams) -> list[Task]:
     """A task for each row: `prompts`, `prompt_lengths`, `episode_key`, and its objects."""
-    columns = (prompts["episode_key"].tolist(), prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist())
     rows = ({name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts)))
     return [
-        Task(tuple(key), prompt_ids[:length], params, {**row, "episode_key": key})
-        for key, prompt_ids, length, row in zip(*columns, rows, strict=True)
+        Task(tuple(key), prompt_ids, params, {**row, "episode_key": key})
+        for key, prompt_ids, row in zip(prompts["episode_key"].tolist(), unpadded(prompts, "prompt"), rows, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from valor.collector.collector import Collector
 from valor.collector.generation import PROMPT_OBJECTS, sampling_params
-from valor.data.batch import Batch, Episodes, pad_rows
+from valor.data.batch import Batch, Episodes, pad_rows, unpadded
 from valor.errors import UserError
 from valor.tracking.progress import phase
 
@@ -34,8 +34,7 @@ def branch_returns(
     rows = torch.tensor([row for row, _ in points])
     so_far = [rollouts["responses"][row, :token].tolist() for row, token in points]
     starts = rollouts.select(("prompts", "prompt_lengths", *PROMPT_OBJECTS)).take(rows)
-    pairs = zip(starts["prompts"].tolist(), starts["prompt_lengths"].tolist(), so_far, strict=True)
-    ids = [[*prompt[:length], *tokens] for prompt, length, tokens in pairs]
+    ids = [[*prompt, *tokens] for prompt, tokens in zip(unpadded(starts, "prompt"), so_far, strict=True)]
     starts["prompts"], starts["prompt_lengths"] = pad_rows(ids, torch.long)
     starts.objects["uid"] = [f"{row}@{token}" for row, token in points]
     states = starts.repeat(branches)
@@ -45,8 +44,7 @@ def branch_returns(
     with phase("branches", len(states), unit="sample"):
         drawn = collector.generation.answer(states, params)
     before = [tokens for tokens in so_far for _ in range(branches)]
-    pairs = zip(before, drawn["responses"].tolist(), drawn["response_lengths"].tolist(), strict=True)
-    ends = [row[: min(length, limit - len(tokens))] for tokens, row, length in pairs]
+    ends = [row[: limit - len(tokens)] for tokens, row in zip(before, unpadded(drawn, "response"), strict=True)]
     answers = rollouts.select([*_GRADED, *_OBJECTS]).take(rows).repeat(branches)
     responses = [[*tokens, *end] for tokens, end in zip(before, ends, strict=True)]
     answers["responses"], answers["response_lengths"] = pad_rows(responses, torch.long)

@@ -13,7 +13,7 @@ from valor.agents.episode import own_words
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Pools
-from valor.data.batch import Batch
+from valor.data.batch import Batch, unpadded
 from valor.data.messages import Messages
 from valor.data.reward_texts import CriticTexts, prompt_text
 from valor.rewards.judge import Question
@@ -83,22 +83,20 @@ class ModelGrading:
 
     def _steps(self, batch: Batch, rows: Batch) -> list[list[tuple[Place, int]]]:
         """The steps of each response: their places, and their last tokens in `rows`."""
-        lengths = rows["response_lengths"].tolist()
-        names = ("messages", "template_kwargs", "response_text")
-        columns = (*(batch.objects[name] for name in names), rows["responses"].tolist(), lengths)
-        return [self._steps_of(*row) for row in zip(*columns, strict=True)]
+        columns = (batch.objects[name] for name in ("messages", "template_kwargs", "response_text"))
+        return [self._steps_of(*row) for row in zip(*columns, unpadded(rows, "response"), strict=True)]
 
     def _steps_of(
-        self, messages: Messages, kwargs: Mapping[str, Any], text: str, ids: list[int], length: int
+        self, messages: Messages, kwargs: Mapping[str, Any], text: str, ids: list[int]
     ) -> list[tuple[Place, int]]:
         texts, separator = self.inputs.reward_texts, self.config.reward_model.step_separator
         if separator is None:
-            return [(token, token) for token in range(length)]
+            return [(token, token) for token in range(len(ids))]
         assert isinstance(texts, CriticTexts), "it reads tokens"
         starts, spans = texts.token_starts(messages, text, kwargs), split_steps(text, separator)
         if starts is not None:
             return [(span, sum(start < span[1] for start in starts) - 1) for span in spans]
-        return [(span, last_token(span[1], ids[:length], text, self._decode)) for span in spans]
+        return [(span, last_token(span[1], ids, text, self._decode)) for span in spans]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.inputs.decode([list(ids)])[0]

@@ -24,7 +24,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
-from valor.data.batch import Batch, Episodes, pad_rows
+from valor.data.batch import Batch, Episodes, pad_rows, unpadded
 from valor.data.files import read_records
 from valor.data.messages import parse_messages
 from valor.data.prompts import Fits, PromptRow, continued, render
@@ -77,22 +77,17 @@ def outcomes(batch: Batch, gamma: float) -> Tensor:
 def same_prompt(batch: Batch) -> list[int]:
     """Number of each row's prompt, in order of appearance: rollouts with the same prompt tokens share it."""
     seen: dict[tuple[int, ...], int] = {}
-    prompts = list(zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True))
-    numbers: list[int] = []
+    prompts, numbers = unpadded(batch, "prompt"), list[int]()
     for rows in Episodes(batch).rows:
-        prompt, length = prompts[rows[0]]
-        numbers += [seen.setdefault(tuple(prompt[:length]), len(seen))] * len(rows)
+        numbers += [seen.setdefault(tuple(prompts[rows[0]]), len(seen))] * len(rows)
     return numbers
 
 
 def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Every row as a JSON object: verl's fields (input, output, gts, score, step, data_source), then those that
     `read_rollouts` needs."""
-    columns = batch.objects
-    for i, score in enumerate(scores):
-        prompt = batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist()
-        length = int(batch["response_lengths"][i])
-        response = batch["responses"][i, :length].tolist()
+    columns, rows = batch.objects, zip(scores, unpadded(batch, "prompt"), unpadded(batch, "response"), strict=True)
+    for i, (score, prompt, response) in enumerate(rows):
         yield {
             "input": tokenizer.decode(prompt),
             "output": tokenizer.decode(response, skip_special_tokens=True),
@@ -102,7 +97,7 @@ def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer:
             **{name: columns[name][i] for name in OBJECTS if name in columns and name != "ground_truth"},
             "prompt_ids": prompt,
             "response_ids": response,
-            "response_mask": batch["response_mask"][i, :length].int().tolist(),
+            "response_mask": batch["response_mask"][i, : len(response)].int().tolist(),
             **({"episode": int(batch["episode"][i])} if "episode" in batch else {}),
         }
 

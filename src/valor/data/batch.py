@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -141,6 +141,12 @@ def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tenso
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
     return out, lengths
+
+
+def unpadded(batch: Batch, of: Literal["prompt", "response"]) -> list[list[int]]:
+    """Token ids of each row's prompt or response, without padding."""
+    lengths = batch[f"{of}_lengths"].tolist()
+    return [ids[:length] for ids, length in zip(batch[f"{of}s"].tolist(), lengths, strict=True)]
 
 
 def _concat_padded(parts: list[Column]) -> Column:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from valor.data.batch import Batch, pad_rows
+from valor.data.batch import Batch, pad_rows, unpadded
 from valor.data.messages import Messages
 from valor.data.prompts import continued, render
 from valor.data.templates import end_tokens
@@ -128,7 +128,10 @@ class CriticTexts:
 
     def rows(self, batch: Batch) -> tuple[Batch, list[bool]]:
         """Prompts and responses as rows for the critic, and which prompts were cut."""
-        prompts, responses = self._policy_ids(batch) if self.agrees else self._tokenized(batch)
+        if self.agrees:
+            prompts, responses = unpadded(batch, "prompt"), unpadded(batch, "response")
+        else:
+            prompts, responses = self._tokenized(batch)
         limits = [max(1, self.max_length - len(r)) if self.max_length else None for r in responses]
         cut = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, limits, strict=True)]
         return text_rows(cut, responses), [len(a) < len(b) for a, b in zip(cut, prompts, strict=True)]
@@ -144,13 +147,6 @@ class CriticTexts:
         offsets = self.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
         _, ids = continued(self.tokenizer, [before], [response])[0]
         return [max(start - len(before), 0) for start, _ in offsets[len(offsets) - len(ids) :]]
-
-    def _policy_ids(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
-        prompts, responses = (
-            [row[:length] for row, length in zip(batch[name].tolist(), batch[lengths].tolist(), strict=True)]
-            for name, lengths in (("prompts", "prompt_lengths"), ("responses", "response_lengths"))
-        )
-        return prompts, responses
 
     def _tokenized(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
         rows = zip(batch.objects["messages"], batch.objects["template_kwargs"], strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from valor.config.distillation import TeacherConfig
-from valor.data.batch import Batch
+from valor.data.batch import Batch, unpadded
 from valor.errors import TrainingStopped, UserError
 from valor.http_client import Server, ask, describe
 
@@ -27,10 +27,7 @@ def served_log_probs(teacher: TeacherConfig, rows: Batch) -> Tensor:
     TrainingStopped: it does not answer, or not with log-probs.
     """
     assert teacher.url is not None
-    prompts, responses = (
-        [ids[:n].tolist() for ids, n in zip(rows[f"{name}s"], rows[f"{name}_lengths"].tolist(), strict=True)]
-        for name in ("prompt", "response")
-    )
+    prompts, responses = unpadded(rows, "prompt"), unpadded(rows, "response")
     out = torch.zeros(rows["responses"].shape)
     with closing(Server(teacher.url, api_key_env=_KEY_ENV, max_concurrent=_CONCURRENT)) as server:
         texts = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.data.batch import Batch, Episodes
+from valor.data.batch import Batch, Episodes, unpadded
 from valor.data.prompts import render, token_ids
 from valor.errors import StepRefused, UserError
 from valor.trainer.phases.base import Metrics, Phase, where_true
@@ -55,20 +55,14 @@ class CriticPrompts(Phase):
         template, data = self.config.critic.prompt_template, self.config.data
         assert template is not None
         tokenizer, options = self.resources.collector.inputs.tokenizer, data.apply_chat_template_kwargs
-        if _tokens(reading_more(batch, "{prompt}", KEY, tokenizer, options)) != _tokens(batch):
+        same = reading_more(batch, "{prompt}", KEY, tokenizer, options)
+        if unpadded(same, "prompt") != unpadded(batch, "prompt"):
             raise UserError(
                 f"{KEY} is for prompts as the data has them, and an agent or data.truncation has changed some: drop it"
             )
         hidden = [info.get("hidden", {}) for info in batch.objects.get("episode_info", [])]
         more = reading_more(batch, template, KEY, tokenizer, options, hidden or None)
         return Batch({f"critic_{name}": more[name] for name in ("prompts", "prompt_lengths")}), {}
-
-
-def _tokens(batch: Batch) -> list[list[int]]:
-    """The prompts without padding."""
-    return [
-        ids[:length] for ids, length in zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True)
-    ]
 
 
 def check_critic_prompts(config: PPOConfig, inputs: RunInputs) -> None:
