@@ -18,7 +18,7 @@ from valor.algorithms import place_at_end
 from valor.data.batch import Batch, Episodes, pad_rows, unpadded
 from valor.data.images import IMAGES
 from valor.models.routing import ROUTES
-from valor.rollout.base import FinishReason, Output, Span, token_versions
+from valor.rollout.base import FinishReason, Output, Span, spans_of, token_versions
 from valor.tracking.metrics import summarize
 
 EpisodeKey = tuple[int, ...]
@@ -100,6 +100,30 @@ class Episode:
         """Which turns (from 0) each row holds."""
         starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.prompt_ids is not None)]
         return [range(*pair) for pair in zip(starts, [*starts[1:], len(self.turns)], strict=True)]
+
+
+def turns_of(
+    ids: Sequence[int],
+    numbers: Sequence[int],
+    log_probs: Sequence[float],
+    versions: Sequence[int],
+    rewards: Sequence[float],
+    prompt_ids: Sequence[int] | None,
+    images: str | None = None,
+) -> list[Turn]:
+    """The turns of a row whose tokens have the number of their turn, 0 in observations, and the reward of a turn on its
+    last token. An observation behind the last one is a turn without tokens of the policy."""
+    turns, observation = list[Turn](), ids[:0]
+    for number, group in groupby(range(len(ids)), numbers.__getitem__):
+        positions = [*group]
+        part = slice(positions[0], positions[-1] + 1)
+        if not number:
+            observation = ids[part]
+            continue
+        spans, reward = spans_of(versions[part]), rewards[positions[-1]]
+        turns.append(Turn(ids[part], log_probs[part], spans, observation, prompt_ids, reward, images))
+        observation, prompt_ids = ids[:0], None
+    return [*turns, Turn([], [], (), observation, prompt_ids, images=images)] if observation or not turns else turns
 
 
 def episode_rows(episodes: Sequence[Episode]) -> Batch:

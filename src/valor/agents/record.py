@@ -7,20 +7,19 @@ the fields of a Turn, and its tokens decoded as `text` and `observation`.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from valor.agents.chat import Chat
-from valor.agents.episode import Episode, Turn
+from valor.agents.episode import Episode, Turn, turns_of
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
-from valor.rollout.base import Span, spans_of
+from valor.rollout.base import Span
 from valor.tracking.generations import plain
 
 Record = Mapping[str, Any]
-_FIELDS = ("finish_reason", "prompt_ids", "outcome", "info", "error")  # of an Episode, as they are
 _TURN_FIELDS = ("token_ids", "log_probs", "observation_ids", "prompt_ids", "reward")
 _COLUMNS = ("responses", "turn_ids", "rollout_log_probs", "weights_versions", "turn_rewards")
+# Fields of an Episode, by their columns.
 _OBJECTS = {"finish_reason": "finish_reason", "outcome": "outcome", "info": "episode_info", "error": "episode_error"}
 
 
@@ -52,7 +51,7 @@ def recorded_episode(record: Record) -> Episode:
         )
         for turn in record["turns"]
     )
-    return Episode(tuple(record["key"]), tuple(turns), **{name: record[name] for name in _FIELDS})
+    return Episode(tuple(record["key"]), tuple(turns), **{name: record[name] for name in ("prompt_ids", *_OBJECTS)})
 
 
 def as_json(value: Any) -> Any:
@@ -65,28 +64,5 @@ def _prompt(rows: Batch, row: int) -> list[int]:
 
 
 def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
-    """The turns of a row; an observation behind the last one is a turn without tokens of the policy."""
-    length = int(rows["response_lengths"][row])
-    ids, turn_ids, log_probs, versions, rewards = (rows[name][row, :length].tolist() for name in _COLUMNS)
-    images = rows.objects[IMAGES][row] if IMAGES in rows else None
-    turns: list[Turn] = []
-    observation: list[int] = []
-    for number, positions in groupby(range(length), key=turn_ids.__getitem__):
-        run = list(positions)
-        part = slice(run[0], run[-1] + 1)
-        if not number:
-            observation = ids[part]
-            continue
-        turns.append(
-            Turn(
-                ids[part],
-                log_probs[part],
-                spans_of(versions[part]),
-                observation,
-                prompt_ids,
-                rewards[run[-1]],
-                images,
-            )
-        )
-        observation, prompt_ids = [], None
-    return [*turns, Turn((), (), (), observation, prompt_ids, images=images)] if observation or not turns else turns
+    length, images = int(rows["response_lengths"][row]), rows.objects[IMAGES][row] if IMAGES in rows else None
+    return turns_of(*(rows[name][row, :length].tolist() for name in _COLUMNS), prompt_ids, images)

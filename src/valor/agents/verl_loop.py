@@ -6,13 +6,13 @@ Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any, TypeVar
 
-from valor.agents.episode import Episode, Turn
+from valor.agents.episode import Episode, Turn, turns_of
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.errors import UserError
-from valor.rollout.base import Output, SamplingParams, StopTexts, spans_of, token_versions
+from valor.rollout.base import Output, SamplingParams, StopTexts, token_versions
 
 Loop = TypeVar("Loop", bound=type)
 
@@ -145,26 +145,13 @@ class _ServerManager:
             raise ValueError("response_ids, response_mask and response_logprobs differ in length")
         sampled = self._sampled([*output.prompt_ids, *ids])[len(output.prompt_ids) :]
         version = next((span.weights_version for _, out in reversed(self.calls) for span in reversed(out.spans)), 0)
-        turns: list[Turn] = []
-        observation: list[int] = []
+        numbers = [int(is_policy == 1) for is_policy in mask]
+        if log_probs is None and any(number and not fact for number, fact in zip(numbers, sampled, strict=True)):
+            raise ValueError("own tokens that no call of generate returned there need response_logprobs")
+        facts = [fact or (0.0, version) for fact in sampled]
+        log_probs = [log_prob for log_prob, _ in facts] if log_probs is None else [*log_probs]
         prompt = output.prompt_ids if new_row else None
-        for is_policy, group in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
-            positions = list(group)
-            tokens = [ids[i] for i in positions]
-            if not is_policy:
-                observation = tokens
-                continue
-            if log_probs is None and not all(sampled[i] for i in positions):
-                raise ValueError("own tokens that no call of generate returned there need response_logprobs")
-            facts = [sampled[i] or (0.0, version) for i in positions]
-            turn_log_probs = (
-                [log_prob for log_prob, _ in facts] if log_probs is None else [log_probs[i] for i in positions]
-            )
-            turns.append(Turn(tokens, turn_log_probs, spans_of([version for _, version in facts]), observation, prompt))
-            observation, prompt = [], None
-        if observation or not turns:
-            turns.append(Turn([], [], (), observation or ids[:1], prompt))
-        return turns
+        return turns_of([*ids], numbers, log_probs, [version for _, version in facts], [0.0] * len(ids), prompt)
 
     def _sampled(self, row: list[int]) -> list[tuple[float, int] | None]:
         """Log-prob and weights version of each token of a row; None where no call sampled it behind those before it."""
