@@ -152,7 +152,8 @@ class Collector:
 
     def scores(self, batch: Batch) -> Tensor:
         """What the responses of a batch are worth in training, [B]."""
-        return self._outcomes(self.grading.training(batch).results)
+        results, _ = self.grading.training(batch)
+        return self._outcomes(results)
 
     def _graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
         """The batch with `token_level_scores` [R, T], `reward_info` and the graders' columns."""

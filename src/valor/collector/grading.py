@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +26,6 @@ from valor.rewards.steps import Step, on_tokens, scaled, token_rewards
 from valor.rewards.worker import Sample, gather
 
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
-
-
-class Grades(NamedTuple):
-    """What a batch is worth in training.
-
-    results: one for each episode, in order. columns [R, T], where there are such: `step_rewards`, the part of a score
-    that lies on tokens of its own, where a turn, or a step of the answer, has ended; `progress` (`ModelGrading`).
-    """
-
-    results: list[RewardResult]
-    columns: dict[str, Tensor]
 
 
 class Grading:
@@ -67,15 +56,12 @@ class Grading:
             i = rows[episode.key]
             source = columns["data_source"][i]
             if self.inputs.has_grader(source):
-                text = self._decode(episode.response_ids) if episode.text is None else episode.text
+                text = self.model.decode(episode.response_ids) if episode.text is None else episode.text
                 turns = episode.turn_texts_by(self.inputs.decode)
                 sample = Sample.of_turns(turns, text, source, columns["ground_truth"][i], columns["extra_info"][i])
                 self._early[episode.key] = sample, self.inputs.rewards.submit(sample)
 
         return grade
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.inputs.decode([list(ids)])[0]
 
     def when_graded(self, keys: Sequence[EpisodeKey], then: Callable[[], None]) -> None:
         """Call `then`, in any thread, when the graders of these episodes have ended."""
@@ -90,8 +76,10 @@ class Grading:
 
         wait_for_next()
 
-    def training(self, batch: Batch) -> Grades:
-        """What the episodes of a batch are worth in training.
+    def training(self, batch: Batch) -> tuple[list[RewardResult], dict[str, Tensor]]:
+        """What the episodes of a batch are worth in training, and columns [R, T], where there are such: `step_rewards`,
+        the part of a score that lies on tokens of its own, where a turn, or a step of the answer, has ended; `progress`
+        (`ModelGrading`).
 
         StepRefused when there are more errors than `reward.max_error_ratio` allows. An episode with log-probs that are
         not finite is an error.
@@ -114,7 +102,7 @@ class Grading:
                 if not batch["is_finite"][rows].all():
                     results[i] = RewardResult(self.config.error_score, {}, error)
         self._check_errors(results)
-        return Grades(self._without_overlong_penalty(results, batch), columns)
+        return self._without_overlong_penalty(results, batch), columns
 
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
@@ -175,8 +163,8 @@ class Grading:
                 pairs = zip(turn_tokens(of_row, numbers), texts, strict=True)
                 turns += [(first + at, tokens, text) for (_, at, tokens), text in pairs]
                 first += len(of_row)
-            steps = on_tokens(steps, turns, self._decode, between=1)
-        return token_rewards(steps, ids, self._decode)
+            steps = on_tokens(steps, turns, self.model.decode, between=1)
+        return token_rewards(steps, ids, self.model.decode)
 
     def _check_errors(self, results: list[RewardResult]) -> None:
         errors = Counter(r.error for r in results if r.error is not None)

@@ -96,7 +96,7 @@ class ModelGrading:
         starts, spans = texts.token_starts(messages, text, kwargs), split_steps(text, separator)
         if starts is not None:
             return [(span, sum(start < span[1] for start in starts) - 1) for span in spans]
-        return [(span, last_token(span[1], ids, text, self._decode)) for span in spans]
+        return [(span, last_token(span[1], ids, text, self.decode)) for span in spans]
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self.inputs.decode([list(ids)])[0]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from valor.config.data import DataConfig, DifficultyConfig
+from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset
 from valor.data.sampler import DIFFICULTY_STREAM, PromptSampler, words
@@ -74,12 +75,9 @@ class DifficultySampler(PromptSampler):
         """Metrics by pool (`sampler/LOW-HIGH/*`, `sampler/new/*`), by the pass rates before these outcomes: `drawn`
         prompts, `zero_variance`, the share of these whose samples all have one score, and `rows` of the data after.
         `sampler/predictor/error`: mean difference of predicted and first pass rates."""
-        groups: dict[str, list[int]] = {}
-        for i, uid in enumerate(outcomes.objects["uid"]):
-            groups.setdefault(uid, []).append(i)
         drawn, equal = [0] * len(self._pools), [0] * len(self._pools)
         rates: list[tuple[int, float]] = []
-        for samples in groups.values():
+        for samples in grouped(range(len(outcomes)), outcomes.objects["uid"]):
             row, scores = int(outcomes["row"][samples[0]]), outcomes["scores"][samples]
             pool = self._pool(row)
             drawn[pool] += 1

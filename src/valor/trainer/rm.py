@@ -18,13 +18,11 @@ from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.host import RoleSpec
 from valor.workers.reward_model import PreferenceWorker
 
-ROLE = "reward_model"
-
 
 class RewardModelRun(SupervisedRun):
     """Trains a sequence classifier of one label to rank two responses as people do."""
 
-    role = ROLE
+    role = "reward_model"
     title = "reward model training"
     unit = "pairs"
     config: RMConfig
@@ -60,7 +58,7 @@ class RewardModelRun(SupervisedRun):
         for indices in self.validation_batches(samples):
             batch = samples.batch(indices)
             groups.append(indices)
-            scored.append(self.roles[ROLE].score(batch).union(batch.select(["margin"])))
+            scored.append(self.roles[self.role].score(batch).union(batch.select(["margin"])))
         order = torch.tensor([i for group in groups for i in group]).argsort()
         scores = Batch.concat(scored).take(order)
         loss = bradley_terry_loss(scores["chosen"], scores["rejected"], margin=scores["margin"]).mean()

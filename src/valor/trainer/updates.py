@@ -9,7 +9,6 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.config.distillation import DistillationConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.images import IMAGES
@@ -40,6 +39,7 @@ class Updates:
         options = algorithms.ADVANTAGES[config.algorithm.adv_estimator].options
         self._whiten = "whitening" in options and config.algorithm.adv_whitening == "mini_batch"
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
+        self._compared = compared_columns(config)
         self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0, last: bool = True) -> dict[str, float]:
@@ -113,10 +113,7 @@ class Updates:
         if role == "critic":  # without values the update makes its targets itself
             names = _CRITIC_COLUMNS if "values" in batch else (*_ROWS, "token_level_rewards")
             return [name for name in names if name in batch]
-        actor, names = self.config.actor_rollout_ref.actor, [name for name in _ACTOR_COLUMNS if name in batch]
-        names += ["old_log_probs"] * (not self.old.on_policy)
-        names += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
-        names += teacher_columns(self.config.distillation)
+        names = [*(name for name in _ACTOR_COLUMNS if name in batch), *self._compared]
         names += ["turn_ids"] * ("turn_ids" in self._loss.parameters)
         # Before the first update the weights are still those that sampled: the gap can be measured for free.
         measures_gap = first and not self.old.recompute
@@ -212,11 +209,13 @@ class Critics:
         return mean_over_updates(metrics) | {"critic/frozen": 0.0}
 
 
-def teacher_columns(config: DistillationConfig) -> list[str]:
-    """Of the teachers, what the actor's update reads."""
-    if config.of_distributions:
-        return ["teacher"]
-    return ["teacher_log_probs"] if config.enabled and not config.as_reward else []
+def compared_columns(config: PPOConfig) -> list[str]:
+    """What the actor's update reads of other policies: of the one before it, the reference and the teachers."""
+    actor, teach = config.actor_rollout_ref.actor, config.distillation
+    names = ["old_log_probs"] * (not OldLogProbs(config).on_policy)
+    names += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
+    names += ["teacher_log_probs"] * (teach.of_samples and not teach.as_reward)
+    return names + ["teacher"] * teach.of_distributions
 
 
 def named(role: str, updates: list[dict[str, float]]) -> dict[str, float]:

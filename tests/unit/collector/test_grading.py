@@ -73,7 +73,7 @@ def test_an_episode_is_graded_once_when_it_ends_whatever_the_order():
     for number, length in ((2, 2), (0, 3)):
         sink(episode(number, length))
     assert graders.asked == ["xx", "xxx"]
-    assert [r.score for r in grading.training(batch).results] == [3.0, 1.0, 2.0]
+    assert [r.score for r in grading.training(batch)[0]] == [3.0, 1.0, 2.0]
     assert graders.asked == ["xx", "xxx", "x"]
 
 
@@ -84,15 +84,15 @@ def test_two_generations_at_the_same_time_do_not_mix():
     sinks = grading.sink(first), grading.sink(second)
     sinks[1](Episode((0, 2, 0), episode(0, 2).turns, "stop"))
     sinks[0](episode(0, 3))
-    assert [r.score for r in grading.training(second).results] == [2.0, 4.0]
-    assert [r.score for r in grading.training(first).results] == [3.0, 1.0]
+    assert [r.score for r in grading.training(second)[0]] == [2.0, 4.0]
+    assert [r.score for r in grading.training(first)[0]] == [3.0, 1.0]
 
 
 def test_another_text_under_the_same_key_is_graded_for_itself():
     grading = Grading(PPOConfig(), inputs_with(Graders()), {})
     batch = batch_of([3])
     grading.sink(batch)(episode(0, 5))
-    assert [r.score for r in grading.training(batch).results] == [3.0]
+    assert [r.score for r in grading.training(batch)[0]] == [3.0]
 
 
 def test_a_source_without_a_grader_waits_for_the_batch():
@@ -109,7 +109,7 @@ def test_an_episode_that_could_not_be_played_is_an_error_whoever_would_have_judg
     grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
     batch = batch_of([3, 1], ["unknown", "unknown"])
     batch.objects |= {"outcome": [None, None], "episode_error": [None, "EpisodeFailed: the tool is gone"]}
-    for results in (grading.training(batch).results, grading.validation(batch)):
+    for results in (grading.training(batch)[0], grading.validation(batch)):
         assert [r.error for r in results] == [None, "EpisodeFailed: the tool is gone"]
         assert [r.score for r in results] == [0.7, -1.0]
 
@@ -134,12 +134,12 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
         return futures
 
     graders.submit_all = submit_all
-    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10])).results
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))[0]
     assert [r.score for r in out] == [1.0, 0.5, -2.0]
     assert [r.components["overlong_reward"] for r in out] == [0.0, -0.5, -2.0]
     assert [r.correct for r in out] == [True, True, False] and out[0].components["pred"] == "7"
     config["reward"] = reward | {"reward_manager": {"name": "naive"}}
-    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10])).results
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))[0]
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
 
 
@@ -149,7 +149,7 @@ def test_the_overlong_penalty_is_of_an_episodes_longest_row():
     batch = batch_of([6, 5, 7, 3])
     batch["episode"] = torch.tensor([0, 0, 1, 2])
     config = {"reward": reward, "data": {"max_response_length": 8}}
-    results = Grading(PPOConfig.model_validate(config), inputs_with(Graders()), {}).training(batch).results
+    results = Grading(PPOConfig.model_validate(config), inputs_with(Graders()), {}).training(batch)[0]
     assert [r.components["overlong_reward"] for r in results] == [-0.5, -0.75, 0.0]
 
 
@@ -158,7 +158,7 @@ def test_the_overlong_penalty_of_search_begins_before_the_end_of_the_episode():
     reward = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4}}}
     data = {"max_response_length": 8, "max_prompt_length": 20, "max_start_length": 10}
     config = PPOConfig.model_validate({"reward": reward, "data": data, "do_search": True})
-    results = Grading(config, inputs_with(Graders()), {}).training(batch_of([14, 16, 18])).results
+    results = Grading(config, inputs_with(Graders()), {}).training(batch_of([14, 16, 18]))[0]
     assert [r.components["overlong_reward"] for r in results] == [0.0, -0.5, -1.0]
 
 
@@ -176,7 +176,7 @@ def test_a_failed_grader_has_the_error_score_in_every_component(by):
     grading = Grading(PPOConfig.model_validate({"reward": reward}), inputs_with(graders), {})
     grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
     batch = batch_of([6, 7])
-    _add_reward_info(batch, grading.training(batch).results)
+    _add_reward_info(batch, grading.training(batch)[0])
     added = "overlong_reward" if by == "length" else "rm_score"
     found = component_scores(batch.objects["reward_info"], ["brief", added], -1.0)
     assert found["brief"].tolist() == [0.5, -1.0] and found[added][1] == -1.0

@@ -130,7 +130,7 @@ def graded(episode: Episode, source: str, truth: Any, extra: dict[str, Any], cus
             sink = grading.sink(batch)
             assert sink is not None
             sink(episode)
-        results += grading.training(batch).results
+        results += grading.training(batch)[0]
         assert len(graders.graded) == 1
     assert results[0]._replace(seconds=0.0) == results[1]._replace(seconds=0.0)
     return results[0]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import httpx2
@@ -76,7 +75,7 @@ class LocalRetriever:
 def open_retriever(
     url: str | None = None, corpus: str | None = None, *, topk: int = 3, **http: Any
 ) -> HttpRetriever | LocalRetriever:
-    """The server at `url`, or an index of the file `corpus`, made once in a process.
+    """The server at `url`, or an index of the file `corpus`.
 
     `http`: further arguments of HttpRetriever, which an index does without. UserError: neither or both are given, or
     the one given is no good.
@@ -84,11 +83,8 @@ def open_retriever(
     if url is not None and corpus is None:
         return HttpRetriever(url, topk=topk, **http)
     if corpus is not None and url is None:
-        return LocalRetriever(_cached_index(corpus), topk=topk)
+        return LocalRetriever(open_index(corpus), topk=topk)
     raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
-
-
-_cached_index = cache(open_index)
 
 
 def documents_text(documents: Sequence[Document]) -> str:

@@ -1,6 +1,7 @@
 """A corpus, and an index that finds its documents by their words."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -45,8 +46,9 @@ class Index:
         return self._bm25s.tokenize(list(texts), stopwords="en", return_ids=return_ids, show_progress=False)
 
 
+@cache
 def open_index(corpus: str | Path) -> Index:
-    """The index of a corpus. Raises UserError for one that cannot be used."""
+    """The index of a corpus, made once in a process. Raises UserError for one that cannot be used."""
     return Index(read_corpus(corpus))
 
 

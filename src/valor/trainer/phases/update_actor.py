@@ -17,7 +17,7 @@ from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs
 from valor.trainer.phases.base import Metrics, Phase, option_mistakes
 from valor.trainer.phases.old_log_probs import correction_plan
 from valor.trainer.phases.training_rows import CHOSEN, trained
-from valor.trainer.updates import teacher_columns
+from valor.trainer.updates import compared_columns
 from valor.workers.actor import policy_loss_options
 
 
@@ -32,11 +32,7 @@ class UpdateActor(Phase):
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
-        actor = config.actor_rollout_ref.actor
-        more = ["old_log_probs"] * (not OldLogProbs(config).on_policy)
-        more += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
-        more += teacher_columns(config.distillation)
-        self.reads = self.reads | {*more}
+        self.reads = self.reads | {*compared_columns(config)}
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
