@@ -48,7 +48,7 @@ class EnvLoop(AgentLoop):
         self.grades = any(source.judges for source in sources)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        toolbox = self._toolset.toolbox()
+        toolbox = Toolbox(self._toolset)
         calls: list[dict[str, Any]] = []
         try:
             opening = await toolbox.open(task.row)

@@ -75,9 +75,6 @@ class Toolset:
             raise UserError(f"there are several tools of the name {', '.join(several)}: rename all but one")
         self.validators = {name_of(schema): _validator(schema) for schema in self.schemas}
 
-    def toolbox(self) -> "Toolbox":
-        return Toolbox(self)
-
 
 class Toolbox:
     """The tools of one episode. Whoever opens it closes it, also when opening raised.

@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from valor.data.messages import Messages, kind_of
 from valor.errors import UserError, did_you_mean
 
@@ -234,8 +236,6 @@ def with_marks(ids: Sequence[int], images: str) -> tuple[list[int], list[str]]:
 
 @lru_cache(maxsize=64)
 def _content(file: str) -> str:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as tensors:
         content = tensors.get_tensor(CONTENT).numpy().tobytes()
     return "data:image/*;base64," + base64.b64encode(content).decode()
@@ -253,8 +253,6 @@ def _as_tensor(content: bytes) -> Any:
 
 
 def _head(file: str) -> dict[str, str]:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as tensors:
         return tensors.metadata() or {}
 

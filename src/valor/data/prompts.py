@@ -2,7 +2,6 @@
 
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -146,11 +145,6 @@ class PromptDataset(Sequence[PromptRow]):
     def has_tools(self) -> bool:
         """Whether the template is given tools for a row."""
         return any("tools" in self._template_kwargs(row) for _, _, row, _ in self._rows)
-
-    @property
-    def data_sources(self) -> Counter[str]:
-        """How many prompts each data source has."""
-        return Counter(row.data_source for _, _, row, _ in self._rows)
 
     @property
     def columns(self) -> set[str]:

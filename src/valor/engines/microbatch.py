@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from valor.engines.distributed import max_over_ranks
 from valor.errors import TrainingStopped
@@ -81,7 +82,8 @@ class MicroBatches:
         packed: bool,
     ) -> None:
         self._lengths, self._order, self._budget, self._packed = lengths, order, budget, packed
-        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._max_tokens = max_tokens
+        self._groups = partial(plan_micro_batches, lengths, order, max_rows=max_rows, packed=packed)
         self._waiting: list[list[int]] = []
         self._plan()
 
@@ -125,12 +127,6 @@ class MicroBatches:
         self._plan()
 
     def _plan(self) -> None:
-        groups = plan_micro_batches(
-            self._lengths,
-            self._order,
-            max_tokens=self._budget.within(self._max_tokens),
-            max_rows=self._max_rows,
-            packed=self._packed,
-        )
+        groups = self._groups(max_tokens=self._budget.within(self._max_tokens))
         turns = max(1, max_over_ranks(len(groups)))  # one for an empty batch, too: its model has gathers to serve
         self._waiting = groups + [[]] * (turns - len(groups))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -91,12 +90,9 @@ async def _scored(server: Server, model: str, prompt: str | list[int]) -> list[f
     """Log-probs of the prompt's tokens, nan of the first, and of a new one. ValueError: the reply has none."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 1.0}
     reply = await server.post(f"{server.url}/completions", json.dumps(body), seconds=_SECONDS, attempts=_ATTEMPTS)
-    return _log_probs(reply.json(), prompt)
-
-
-def _log_probs(reply: Mapping[str, Any], prompt: str | list[int]) -> list[float]:
+    answer = reply.json()
     try:
-        numbers = [math.nan, *map(float, reply["choices"][0]["logprobs"]["token_logprobs"][1:])]
+        numbers = [math.nan, *map(float, answer["choices"][0]["logprobs"]["token_logprobs"][1:])]
     except (LookupError, TypeError, ValueError):
         raise ValueError("it gives no log-probs of a prompt (echo with logprobs)") from None
     if isinstance(prompt, list) and len(numbers) < len(prompt):

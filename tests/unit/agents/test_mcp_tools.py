@@ -31,7 +31,7 @@ from valor.agents.formats import ToolCall
 from valor.agents.mcp_tools import _Connection, _connection, _text, mcp_tools
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
-from valor.agents.tools import ToolResult, Toolset, name_of
+from valor.agents.tools import Toolbox, ToolResult, Toolset, name_of
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
@@ -50,7 +50,7 @@ def call(toolset: Toolset, name: str, **arguments: Any) -> ToolResult:
     """A call in an episode of its own, on an event loop of its own."""
 
     async def play() -> ToolResult:
-        toolbox = toolset.toolbox()
+        toolbox = Toolbox(toolset)
         await toolbox.open({})
         result = await toolbox.call(ToolCall(name, arguments))
         await toolbox.close()

@@ -27,7 +27,7 @@ from valor.agents.search.client import (
 )
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
-from valor.agents.tools import ToolResult, Toolset
+from valor.agents.tools import Toolbox, ToolResult, Toolset
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
@@ -235,7 +235,7 @@ def test_verl_s_configuration_of_the_tool(server: FakeServer) -> None:
 @pytest.mark.parametrize("queries", [None, "a", [1]])
 def test_a_wrong_call_is_told_and_counted(server: FakeServer, queries: Any) -> None:
     async def episode() -> ToolResult:
-        toolbox = Toolset([function_source([make_search(url=server.url)])]).toolbox()
+        toolbox = Toolbox(Toolset([function_source([make_search(url=server.url)])]))
         await toolbox.open({})
         return await toolbox.call(ToolCall("search", {} if queries is None else {"query_list": queries}))
 
@@ -261,9 +261,9 @@ def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
     server.answer = lambda asked: (400, b"no") if asked["queries"] == ["bad"] else (200, {"result": [[PARIS]]})
 
     async def episode() -> list[ToolResult]:
-        toolbox = Toolset(
-            load_sources(tool_config_path=str(file)), MultiTurnConfig(max_tool_response_length=200)
-        ).toolbox()
+        toolbox = Toolbox(
+            Toolset(load_sources(tool_config_path=str(file)), MultiTurnConfig(max_tool_response_length=200))
+        )
         await toolbox.open(row)
         queries = (["capital"], ["bad"], "capital")
         results = [await toolbox.call(ToolCall("search", {"query_list": query})) for query in queries]

@@ -17,7 +17,7 @@ from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, ToolCall
 from valor.agents.tool_runner import run_tool
 from valor.agents.tool_sources import function_source
-from valor.agents.tools import ToolResult, Toolset, text_and_images
+from valor.agents.tools import Toolbox, ToolResult, Toolset, text_and_images
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
@@ -111,9 +111,9 @@ def run(work):
 
 
 def box(*sources, **limits):
-    return Toolset(
-        sources or [function_source([add, fetch, odd, typed])], MultiTurnConfig().model_copy(update=limits)
-    ).toolbox()
+    return Toolbox(
+        Toolset(sources or [function_source([add, fetch, odd, typed])], MultiTurnConfig().model_copy(update=limits))
+    )
 
 
 def test_event_loops_have_cores_of_their_own(monkeypatch):
@@ -319,7 +319,7 @@ def test_many_episodes_wait_for_their_tools_at_the_same_time(blocking):
     toolset = Toolset([function_source([sleep, asleep])])
 
     async def episode():
-        toolbox = toolset.toolbox()
+        toolbox = Toolbox(toolset)
         await toolbox.open({})
         texts = [(await call(toolbox, "sleep" if blocking else "asleep")).text for _ in range(2)]
         await toolbox.close()
@@ -381,7 +381,7 @@ def test_each_episode_has_an_environment_to_itself_whose_calls_do_not_overlap():
     toolset = Toolset([methods_source(Counter)], MultiTurnConfig(max_parallel_calls=8))
 
     async def episode(start):
-        toolbox = toolset.toolbox()
+        toolbox = Toolbox(toolset)
         assert {schema["function"]["name"] for schema in toolbox.schemas} == {"up", "fail", "hang"}
         text = await toolbox.open({"extra_info": {"start": start, "other": 1}, "uid": "a"})
         results = await toolbox.call_all([ToolCall("up", {"by": 1})] * 3)

@@ -12,7 +12,7 @@ from valor.agents.env import env_source, find_env
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import ToolCall
 from valor.agents.tool_files import load_sources
-from valor.agents.tools import Toolset
+from valor.agents.tools import Toolbox, Toolset
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, base_tool_source
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
@@ -91,7 +91,7 @@ def test_instances_live_from_create_to_release():
     row = {"extra_info": {"tools_kwargs": {"submit": kwargs}}}
 
     async def episode(answer):
-        toolbox = toolset.toolbox()
+        toolbox = Toolbox(toolset)
         await toolbox.open(row)
         results = await toolbox.call_all([ToolCall("submit", {"answer": answer})])
         reward = await toolbox.rewards(scored=False)
@@ -108,7 +108,7 @@ def test_instances_live_from_create_to_release():
 
 
 def test_older_shapes_and_a_release_that_fails():
-    toolbox = Toolset([base_tool_source([Old({}, named("a")), Old({}, named("b"))])]).toolbox()
+    toolbox = Toolbox(Toolset([base_tool_source([Old({}, named("a")), Old({}, named("b"))])]))
     Old.released = 0
 
     async def episode():
@@ -127,7 +127,7 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
         async def calc_reward(self, instance_id, **kwargs):
             return float("nan")
 
-    toolbox = Toolset([base_tool_source([Picky({}, named("p"))])]).toolbox()
+    toolbox = Toolbox(Toolset([base_tool_source([Picky({}, named("p"))])]))
 
     async def episode():
         await toolbox.open({})
@@ -136,9 +136,9 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
     with pytest.raises(EpisodeFailed, match="no finite number"):
         run(episode())
     Picky.calc_reward = lambda self, instance_id: []  # as verl's SandboxFusionTool
-    toolbox = Toolset([base_tool_source([Picky({}, named("p"))])]).toolbox()
+    toolbox = Toolbox(Toolset([base_tool_source([Picky({}, named("p"))])]))
     assert run(episode()) is None
-    toolbox = Toolset([base_tool_source([Submit({}, SCHEMA)])]).toolbox()
+    toolbox = Toolbox(Toolset([base_tool_source([Submit({}, SCHEMA)])]))
     with pytest.raises(EpisodeFailed, match=r"submit\.create raised KeyError: 'ground_truth'"):
         run(toolbox.open({}))
 
@@ -148,10 +148,12 @@ def test_images_are_refused_in_a_run_on_text():
         async def execute(self, instance_id, parameters, **kwargs):
             return ToolResponse(image=[1]), 0.0, {}
 
-    toolbox = Toolset(
-        [base_tool_source([Camera({}, named("look"))])],
-        MultiTurnConfig().model_copy(update={"max_tool_response_length": None}),
-    ).toolbox()
+    toolbox = Toolbox(
+        Toolset(
+            [base_tool_source([Camera({}, named("look"))])],
+            MultiTurnConfig().model_copy(update={"max_tool_response_length": None}),
+        )
+    )
     toolbox.chat = Chat(make_tokenizer())
 
     async def episode():
@@ -207,7 +209,7 @@ def test_tools_of_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools.yaml").write_text(TOOLS_FILE)
     (tmp_path / "tools_of_mine.py").write_text(PYTHON_FILE)
-    toolbox = Toolset(load_sources("tools.yaml", "tools_of_mine.py")).toolbox()
+    toolbox = Toolbox(Toolset(load_sources("tools.yaml", "tools_of_mine.py")))
     names = {schema["function"]["name"] for schema in toolbox.schemas}
     assert names == {"echo", "python", "double", "think"}
 

@@ -45,7 +45,6 @@ def test_rows_are_rendered_and_tokenised(tmp_path: Path, tokenizer: Any) -> None
     assert row.messages == [{"role": "user", "content": "1 + 1?"}]
     assert row.extra_info == {"index": 1}
     assert isinstance(row.prompt_ids, list) and all(type(i) is int for i in row.prompt_ids)
-    assert dataset.data_sources == {"even": 2, "odd": 1}
 
 
 def test_template_arguments(tmp_path: Path, tokenizer: Any) -> None:

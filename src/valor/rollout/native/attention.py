@@ -82,14 +82,13 @@ def slot_mask(
     plain = mask_function is causal_mask_function or (local_size is not None and kv_length <= local_size)
     if plain and (isinstance(cache, PromptCache) or cache.even):
         return None
+    columns = torch.arange(kv_length, device=device)[None, None, None, :]
     if isinstance(cache, PromptCache):
         batch = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
         queries = torch.arange(q_length, device=device)[None, None, :, None]
-        columns = torch.arange(kv_length, device=device)[None, None, None, :]
     else:
         batch = torch.arange(cache.positions.shape[0], device=device)[:, None, None, None]
         queries = cache.positions[:, None, None, None]
-        columns = torch.arange(kv_length, device=device)[None, None, None, :]
     visible = columns <= queries if plain else mask_function(batch, 0, queries, columns)
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
 
