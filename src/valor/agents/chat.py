@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from valor.agents.episode import EpisodeFailed
-from valor.agents.formats import BUILT_IN, FORMATS, Format, Parsed, ToolCall
+from valor.agents.formats import BUILT_IN, FORMATS, Format, Parsed, Schema, ToolCall
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
 from valor.data.messages import kind_of, with_calls
 from valor.data.prompts import render
@@ -186,18 +186,20 @@ class Chat:
 class Conversation:
     """One episode's messages, and the token ids of the row that is being written.
 
-    `messages` are read as they are, but for the text under a message's key `opening`, which others have added.
+    `messages` are read as they are. `opening`: a text of others at the end of the last one.
     `images`: those of the row, as `valor.data.images.IMAGES` has them.
     """
 
-    def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, chat: Chat, messages: Sequence[Message], tools: Sequence[Schema] = (), opening: str | None = None
+    ) -> None:
         self._chat, self._tools = chat, chat.safe(tools)
-        self._begin(messages)
+        self._begin(messages, opening)
         self._first = self.messages
 
     def restart(self, text: str) -> list[int]:
         """Begin anew with the first messages, and a text of others at the end of the last one; returns the prompt."""
-        self._begin([*self._first[:-1], {**self._first[-1], "opening": text}])
+        self._begin(self._first, text)
         return self.token_ids
 
     def answer(self, output: Output) -> str:
@@ -294,16 +296,15 @@ class Conversation:
         between = self._text[len(turn) : max(end, 0)]
         return None if end < 0 or between.strip() else end + len(self._end)
 
-    def _begin(self, messages: Sequence[Message]) -> None:
+    def _begin(self, messages: Sequence[Message], opening: str | None) -> None:
         self.messages: list[Message] = list(messages)
-        if "opening" in messages[-1]:
-            last = dict(messages[-1])
-            content, opening = last.get("content"), self._chat.safe(last.pop("opening"))
+        if opening is not None:
+            content, opening = messages[-1].get("content"), self._chat.safe(opening)
             if isinstance(content, list):
                 joined = [*content, {"type": "text", "text": f"\n{opening}"}]
             else:
                 joined = "\n".join(part for part in (content, opening) if part)
-            self.messages[-1] = {**last, "content": joined}
+            self.messages[-1] = {**messages[-1], "content": joined}
         self._text = self._chat.render(self.messages, self._tools)  # up to where the policy is to speak
         self.token_ids, self.images = self._chat.ids_with_images(self._text, _files(self.messages))
         self._answer, self._end = "", ""

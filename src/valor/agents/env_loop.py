@@ -1,6 +1,6 @@
 """The loop of environments and tools: the policy speaks and is answered, until nothing is left to say."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -53,10 +53,10 @@ class EnvLoop(AgentLoop):
         try:
             opening = await toolbox.open(task.row)
             toolbox.chat = self.chat
-            messages = with_opening(self.chat.row_messages(task.row), opening)
+            messages = self.chat.row_messages(task.row)
             if toolbox.messages is not None:
-                messages = with_opening(self.chat.safe(self.chat.read(toolbox.messages, "the environment")), opening)
-            talk = Conversation(self.chat, messages, toolbox.schemas)
+                messages = self.chat.safe(self.chat.read(toolbox.messages, "the environment"))
+            talk = Conversation(self.chat, messages, toolbox.schemas, opening)
             play = self.play(task, generate, talk.token_ids)
             play.cuts = None if self._compaction is None else []
             play.take_images(talk)
@@ -152,11 +152,6 @@ async def converse(
         if end is not None:
             return end
         talk = before
-
-
-def with_opening(messages: Sequence[Message], opening: str | None) -> list[Message]:
-    """The prompt for a Conversation: an environment's first text joins its last message."""
-    return [*messages[:-1], {**messages[-1], "opening": opening}] if opening else list(messages)
 
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
