@@ -92,7 +92,11 @@ class EnvLoop(AgentLoop):
         text: str,
         finish_reason: FinishReason,
     ) -> list[Message] | EpisodeEnd:
-        """What the policy reads after a text. Calls and results are appended to `records`."""
+        """What the policy reads after a text. Calls and results are appended to `records`.
+
+        A turn that a limit cuts off has reached the environment too: otherwise a policy that never ends would never
+        lose.
+        """
         if finish_reason == "abort":
             return "abort"
         calls, content = self._parse(text, toolbox.schemas) if self._parse is not None else Parsed([], text)
@@ -100,33 +104,26 @@ class EnvLoop(AgentLoop):
             play.say(content)
         if toolbox.heard is not None and await toolbox.heard(text):
             return "stop"
+        step: Step | None = None
         if not calls and toolbox.step is not None:
-            return self._reply(play, await toolbox.step(text), most_turns, finish_reason)
-        if finish_reason != "stop" or not calls:
+            step = await toolbox.step(text)
+            play.reward(float(step.reward or 0.0))
+            if step.done:
+                return "stop"
+        if finish_reason != "stop" or (step is None and not calls):
             return finish_reason
         if play.num_turns >= most_turns:
             return "turns"
+        if step is not None and isinstance(step.messages, str):
+            return [{"role": "user", "content": step.messages}]
+        if step is not None:
+            return self.chat.read(step.messages, "the environment")
         turn = len(play.turns)
         results = await toolbox.call_all(calls)
         for call, result in zip(calls, results, strict=False):
             records.append(call_record(turn, call, result))
             play.reward(result.reward, turn)
         return [_tool_message(turn, i, *pair) for i, pair in enumerate(zip(calls, results, strict=False))]
-
-    def _reply(
-        self, play: Play, step: Step, most_turns: float, finish_reason: FinishReason
-    ) -> list[Message] | EpisodeEnd:
-        """The environment's messages. A turn that a limit cuts off has reached it too: otherwise a policy that never
-        ends would never lose."""
-        messages, reward, done = step
-        play.reward(float(reward or 0.0))
-        if done or finish_reason != "stop":
-            return "stop" if done else finish_reason
-        if play.num_turns >= most_turns:
-            return "turns"
-        if isinstance(messages, str):
-            return [{"role": "user", "content": messages}]
-        return self.chat.read(messages, "the environment")
 
 
 async def converse(

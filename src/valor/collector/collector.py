@@ -44,8 +44,7 @@ class Collector:
         self._runs_ahead = v1.runs_ahead
         by_prompts = v1.runs_ahead and not v1.by_batches
         self.supply: Supply = (PromptSupply if by_prompts else BatchSupply)(self.generation, self.grading)
-        estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
-        self._greedy_baseline = estimator.capability.needs_greedy_baseline
+        self._estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
 
     def save(self, folder: Path, step: int) -> None:
         """Write the samples, and the prompts, that are ahead of training after `step`."""
@@ -108,7 +107,7 @@ class Collector:
             batch = batch.take([i for rows in Episodes(batch).rows[: wanted * self.rollout.n] for i in rows])
         metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
-        if self._greedy_baseline:
+        if self._estimator.capability.needs_greedy_baseline:
             with timer("gen_baseline"):
                 batch["reward_baselines"] = self._greedy_rewards(batch)
         if self._runs_ahead:

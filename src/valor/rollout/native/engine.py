@@ -92,7 +92,7 @@ class NativeEngine(RolloutEngine):
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
         with self._unsharded():  # first of all: every rank has a part in it, also one that gets no request
-            intake = Intake(source, self._max_model_len)
+            intake = Intake(source, self._max_model_len, self.weights_version)
             if not intake.pending:
                 return
             recording = nullcontext() if self._routers is None else self._routers.recording()
@@ -187,7 +187,7 @@ class NativeEngine(RolloutEngine):
                     self._decode_segment(cache, rows, CLOSED_SEGMENT if intake.ended else OPEN_SEGMENT)
                     for slot in reversed(range(len(rows))):
                         if reason := rows[slot].finish_reason():
-                            intake.finish(_remove(rows, slot, cache), reason, self.weights_version or 0)
+                            intake.finish(_remove(rows, slot, cache), reason)
                     self._poll(cache, rows, waiting, intake, wait=False)
             while not (waiting or intake.ended):  # what has come may have been aborted at once
                 self._poll(cache, rows, waiting, intake, wait=True)
@@ -206,7 +206,7 @@ class NativeEngine(RolloutEngine):
             reason = row.finish_reason() or ("abort" if row.request.request_id in intake.aborted else None)
             if reason is not None:
                 running[:] = [other for other in running if other is not row]
-                intake.finish(row, reason, self.weights_version or 0)
+                intake.finish(row, reason)
                 report_tokens(len(row.log_probs))
             return reason is not None
 
@@ -263,7 +263,7 @@ class NativeEngine(RolloutEngine):
                 intake.deliver(request, request.begun)
             for slot in reversed(range(len(rows))):
                 if rows[slot].request.request_id in intake.aborted:
-                    intake.finish(_remove(rows, slot, cache), "abort", self.weights_version or 0)
+                    intake.finish(_remove(rows, slot, cache), "abort")
             intake.aborted.clear()  # the rest had ended before
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:

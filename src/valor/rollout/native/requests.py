@@ -60,13 +60,14 @@ class Row:
 
 
 class Intake:
-    """The requests of one `serve`: `pending` ones have come and not ended; `ended`: no more will come.
+    """The requests of one `serve`, by weights of `version`: `pending` ones have come and not ended; `ended`: no more
+    will come.
 
     UserError when a prompt leaves no room for a new token.
     """
 
-    def __init__(self, source: RequestSource, max_model_len: int) -> None:
-        self.source, self._max_model_len = source, max_model_len
+    def __init__(self, source: RequestSource, max_model_len: int, version: int) -> None:
+        self.source, self._max_model_len, self._version = source, max_model_len, version
         self.pending: list[Request] = []
         self.ended = False
         self.aborted = set[str]()  # names of pending requests
@@ -88,11 +89,11 @@ class Intake:
         self.pending += requests
         return requests
 
-    def finish(self, row: Row, reason: FinishReason, version: int) -> None:
-        """Deliver what a row has sampled with weights of `version`."""
+    def finish(self, row: Row, reason: FinishReason) -> None:
+        """Deliver what a row has sampled."""
         new_ids = row.token_ids[len(row.request.begun.token_ids) :]
         routes = torch.cat(row.routes) if row.routes else None
-        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, version, routes))
+        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, self._version, routes))
 
     def deliver(self, request: Request, output: Output) -> None:
         """Give an output to the request's receiver."""

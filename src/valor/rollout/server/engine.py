@@ -191,13 +191,13 @@ class ServerEngine(RolloutEngine):
         urls = {f.url for f, reply in zip(ended, replies, strict=True) if f.url and reply.reason != "lost"}
         holds = {url: self._fleet.holds(url) for url in urls if self.weight_mode == "copied"}
         for flight, reply in zip(ended, replies, strict=True):
+            self._in_flight.remove(flight)
             lost = reply.reason == "lost" or not holds.get(flight.url, True)
             if not lost:
                 report_tokens(len(reply.token_ids))
                 reason = cast(FinishReason, reply.reason)
                 output = flight.request.output(reply.token_ids, reply.log_probs, reason, self._version or 0)
                 if output.finish_reason != "abort" or flight.ending:
-                    self._in_flight.remove(flight)
                     if flight.request.on_finish is not None:
                         flight.request.on_finish(output)
                     continue
@@ -209,7 +209,6 @@ class ServerEngine(RolloutEngine):
                         f"the rollout server at {flight.url} breaks off the same request again and again, or "
                         "gives log-probs that are not finite: look for the cause in its log"
                     )
-            self._in_flight.remove(flight)
             self._send(_InFlight(flight.request, ending=flight.ending, losses=flight.losses))
 
     def _completion(self, flight: _InFlight) -> Completion:
