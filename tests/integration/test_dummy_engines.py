@@ -143,8 +143,6 @@ def test_a_generation_engine_is_one_registration(monkeypatch, overrides, tmp_pat
     checked: list[int] = []
     spec = GenerationEngineSpec(
         name="four",
-        reads=(),
-        check=lambda config: [],
         check_start=lambda config, world_size: checked.append(world_size),
         plan=lambda config: "says the same to everyone",
         build=FourEngine,

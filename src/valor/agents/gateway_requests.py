@@ -84,10 +84,9 @@ def _read_message(message: Any) -> Message:
 def essence(message: Message) -> tuple[Any, ...]:
     """Two messages with the same essence are the same. Refused: its tool calls are none."""
     try:
-        functions = [
-            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
-        ]
-        calls = [(name, json.loads(text or "{}") if isinstance(text, str | None) else text) for name, text in functions]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        pairs = [(function["name"], function["arguments"]) for function in functions]
+        calls = [(name, json.loads(text or "{}") if isinstance(text, str | None) else text) for name, text in pairs]
     except (TypeError, LookupError, ValueError, RecursionError):
         raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
     return message["role"], message.get("content") or "", calls

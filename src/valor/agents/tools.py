@@ -146,9 +146,8 @@ class Toolbox:
 
     async def rewards(self, *, scored: bool = True) -> float | None:
         """The sum of the rewards for the episode; None: nobody gives one. Raises EpisodeFailed."""
-        rewards = [
-            reward for judge in (self.judges if scored else self.unscored) if (reward := await judge()) is not None
-        ]
+        judges = self.judges if scored else self.unscored
+        rewards = [reward for judge in judges if (reward := await judge()) is not None]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None

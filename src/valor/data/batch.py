@@ -169,9 +169,8 @@ class Episodes:
     def __init__(self, batch: Batch) -> None:
         number = batch["episode"] if "episode" in batch else torch.arange(len(batch))
         _, self._index, counts = number.unique_consecutive(return_inverse=True, return_counts=True)
-        self.rows = [
-            [*range(end - count, end)] for count, end in zip(counts.tolist(), counts.cumsum(0).tolist(), strict=True)
-        ]
+        sizes, ends = counts.tolist(), counts.cumsum(0).tolist()
+        self.rows = [[*range(end - size, end)] for size, end in zip(sizes, ends, strict=True)]
         self.forked = len(self.rows) < len(batch)
         self._batch = batch
         self._position = torch.arange(len(batch)) - (counts.cumsum(0) - counts)[self._index]  # of a row in its episode

@@ -18,9 +18,7 @@ ROW_OPTIONS = ("tools", TEMPLATE_KWARGS, _THINKS)
 _HALF = re.compile("[\ud800-\udfff]")
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-_LISTED = re.compile(
-    r"""\s*(array\()?\[\s*\{\s*["'](role|content)["']\s*:"""
-)  # begins messages in JSON, or printed ones
+_LISTED = re.compile(r"""\s*(array\()?\[\s*\{\s*["'](role|content)["']\s*:""")  # messages in JSON, or printed ones
 # What roles are called elsewhere, in small letters, and what chat templates call them.
 _CALLED = {"human": "user", "gpt": "assistant"}
 _CALLED |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}

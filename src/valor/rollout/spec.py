@@ -31,22 +31,22 @@ class GenerationEngineSpec:
 
     Attributes:
         name: that name.
+        plan: what a plan says about the engine's weights.
+        build: makes the engine; what is slow to import is imported here.
         reads: fnmatch patterns of keys below actor_rollout_ref.rollout that not every engine reads, and this one does.
         check: contradictions that the configuration alone shows, one line each.
         check_start: UserError when the engine is not installed, or the model or that many processes do not fit it.
-        plan: what a plan says about the engine's weights.
-        build: makes the engine; what is slow to import is imported here.
         weight_names: under which names it takes weights (see `valor.engines.base.WeightNames`).
         elsewhere: whether it generates on devices that are not the run's, so that its own processes need no GPU.
         records: whether it records which experts a token was given.
     """
 
     name: str
-    reads: tuple[str, ...]
-    check: Callable[[PPOConfig], list[str]]
-    check_start: Callable[[PPOConfig, int], None]
     plan: Callable[[PPOConfig], str]
     build: Callable[[BuildContext], RolloutEngine]
+    reads: tuple[str, ...] = ()
+    check: Callable[[PPOConfig], list[str]] = lambda config: []
+    check_start: Callable[[PPOConfig, int], None] = lambda config, world_size: None
     weight_names: Literal["module", "checkpoint"] = "checkpoint"
     elsewhere: bool = False
     records: bool = False

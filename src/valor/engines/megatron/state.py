@@ -70,9 +70,8 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
     """All that an optimizer has on the device: the weights that it updates, and its state."""
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
-    return weights + [
-        value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()
-    ]
+    values = [value for state in states for value in state.values()]
+    return weights + [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 def save(path: Path, weights: Weights, module: nn.Module, optimizer: Any, counters: Counters) -> None:

@@ -39,9 +39,7 @@ def _build(context: BuildContext) -> NativeEngine:
 
 NATIVE = GenerationEngineSpec(
     name="native",
-    reads=(),
     check=_check,
-    check_start=lambda config, world_size: None,
     plan=_plan,
     build=_build,
     weight_names="module",

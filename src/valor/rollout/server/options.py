@@ -91,7 +91,7 @@ def _build(context: BuildContext) -> RolloutEngine:
 
 def _spec(name: str, *reads: str) -> GenerationEngineSpec:
     reads = ("server.base_url", "server.api_key_env", "server.weight*", "server.timeout", *reads)
-    return GenerationEngineSpec(name, reads, _check, _check_start, _plan, _build, elsewhere=True)
+    return GenerationEngineSpec(name, _plan, _build, reads, _check, _check_start, elsewhere=True)
 
 
 _STARTED = ("tensor_model_parallel_size", "gpu_memory_utilization", "max_model_len", "free_cache_engine")

@@ -141,7 +141,6 @@ VLLM = GenerationEngineSpec(
         *("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len", "free_cache_engine"),
         "engine_kwargs.vllm*",
     ),
-    check=lambda config: [],
     check_start=_check_start,
     plan=_plan,
     build=_build,
