@@ -7,7 +7,7 @@ from typing import Any
 
 from valor.agents.chat import Conversation, Message
 from valor.agents.compaction import Compaction
-from valor.agents.env import Step, env_source
+from valor.agents.env import env_source
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import Call, Parsed, ToolCall, call_id
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, copied, register_loop
@@ -104,7 +104,7 @@ class EnvLoop(AgentLoop):
             play.say(content)
         if toolbox.heard is not None and await toolbox.heard(text):
             return "stop"
-        step: Step | None = None
+        step: Any = None  # a Step of the environment's
         if not calls and toolbox.step is not None:
             step = await toolbox.step(text)
             play.reward(float(step.reward or 0.0))

@@ -65,4 +65,5 @@ def _prompt(rows: Batch, row: int) -> list[int]:
 
 def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
     length, images = int(rows["response_lengths"][row]), rows.objects[IMAGES][row] if IMAGES in rows else None
-    return turns_of(*(rows[name][row, :length].tolist() for name in _COLUMNS), prompt_ids, images)
+    columns = (rows[name][row, :length].tolist() for name in _COLUMNS)
+    return turns_of(*columns, prompt_ids=prompt_ids, images=images)
