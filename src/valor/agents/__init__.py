@@ -9,12 +9,7 @@ if TYPE_CHECKING:
     from valor.agents.tools import ToolResult
     from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, function_tool
 
-_MODULES = {
-    "Env": "env",
-    "Step": "env",
-    "ToolResult": "tools",
-    "register_format": "formats",
-}
+_MODULES = {"Env": "env", "Step": "env", "ToolResult": "tools", "register_format": "formats"}
 __all__ = ["BaseTool", "Env", "OpenAIFunctionToolSchema", "Step", "ToolResponse", "ToolResult"]
 __all__ += ["function_tool", "register_format"]
 
