@@ -131,11 +131,7 @@ def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preferenc
 
 
 def preference_metrics(
-    chosen: Sequence[float],
-    rejected: Sequence[float],
-    sources: Sequence[str],
-    chosen_lengths: Sequence[int],
-    rejected_lengths: Sequence[int],
+    chosen: Sequence[float], rejected: Sequence[float], pairs: Sequence[Preference]
 ) -> dict[str, float]:
     """What the scores [B] of the better and the worse response of each pair say; lengths in characters.
 
@@ -146,7 +142,9 @@ def preference_metrics(
     """
     better, worse = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
     right = (better > worse) + 0.5 * (better == worse)
-    first, second = np.asarray(chosen_lengths), np.asarray(rejected_lengths)
+    first = np.asarray([len(pair.chosen["content"]) for pair in pairs])
+    second = np.asarray([len(pair.rejected["content"]) for pair in pairs])
+    sources = [pair.source for pair in pairs]
     names = np.asarray(sources)
     means = {
         "accuracy": right,

@@ -28,7 +28,7 @@ from valor.trainer.changes import changes, digests_of, settings_of
 from valor.trainer.checkpoints import MANIFEST_FILE
 from valor.trainer.checks import placed
 from valor.trainer.export import export_checkpoint
-from valor.trainer.validation import prompt_metrics
+from valor.trainer.validation import Graded, prompt_metrics
 
 _AT_ONCE = 1024  # answers between two writes
 _SETTINGS_FILE = "settings.json"
@@ -154,8 +154,7 @@ class _Policy:
     @cached_property
     def by_prompt(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
         """Of each data source, each metric of each prompt."""
-        columns = ([answer[name] for answer in self.answers] for name in ("uid", "data_source", "score", "correct"))
-        return prompt_metrics(*columns, answers=[answer["answer"] for answer in self.answers])
+        return prompt_metrics([Graded(*map(answer.__getitem__, Graded._fields)) for answer in self.answers])
 
     @cached_property
     def scores(self) -> Mapping[tuple[str, str], float]:

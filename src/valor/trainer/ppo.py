@@ -38,7 +38,7 @@ from valor.trainer.run import Run
 from valor.trainer.served_teacher import check_served
 from valor.trainer.step_metrics import throughput_metrics
 from valor.trainer.updates import Critics, Updates
-from valor.trainer.validation import headline, validation_metrics
+from valor.trainer.validation import Graded, headline, validation_metrics
 from valor.workers.host import Tracer
 from valor.workers.roles import role_specs
 
@@ -146,15 +146,12 @@ class PPORun(Run):
     def _measured(self, prompts: PromptDataset) -> tuple[Batch, list[float], dict[str, float]]:
         """Responses to prompts as in validation, their episodes' scores, and the metrics."""
         batch, results = self.collector.validation_batch(self.step, prompts)
-        scores, of_episodes = [r.score for r in results], last_rows(batch).objects
-        metrics = validation_metrics(
-            of_episodes["uid"],
-            of_episodes["data_source"],
-            scores,
-            [r.correct for r in results],
-            [r.components.get("pred") for r in results],
-        )
-        return batch, scores, metrics
+        ends = last_rows(batch).objects
+        graded = [
+            Graded(uid, source, r.score, r.correct, r.components.get("pred"))
+            for uid, source, r in zip(ends["uid"], ends["data_source"], results, strict=True)
+        ]
+        return batch, [sample.score for sample in graded], validation_metrics(graded)
 
     def state_dict(self) -> dict[str, Any]:
         random = torch.get_rng_state().numpy().tobytes().hex()

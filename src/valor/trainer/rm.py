@@ -62,13 +62,7 @@ class RewardModelRun(SupervisedRun):
         order = torch.tensor([i for group in groups for i in group]).argsort()
         scores = Batch.concat(scored).take(order)
         loss = bradley_terry_loss(scores["chosen"], scores["rejected"], margin=scores["margin"]).mean()
-        metrics = preference_metrics(
-            scores["chosen"].tolist(),
-            scores["rejected"].tolist(),
-            [pair.source for pair in samples],
-            [len(pair.chosen["content"]) for pair in samples],
-            [len(pair.rejected["content"]) for pair in samples],
-        )
+        metrics = preference_metrics(scores["chosen"].tolist(), scores["rejected"].tolist(), samples)
         by_source = [f"{key.partition('/')[2]} {metrics[key]:.3f}" for key in metrics if key.startswith("accuracy/")]
         self.record.say(f"accuracy {metrics['accuracy']:.3f} on {len(samples)} pairs: {', '.join(by_source)}")
         return {"loss": float(loss)} | metrics

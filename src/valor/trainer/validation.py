@@ -3,9 +3,20 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import comb
+from typing import NamedTuple
 
 from valor.data.balance import grouped
 from valor.tracking.console import validation_scores
+
+
+class Graded(NamedTuple):
+    """A sample: its prompt's uid, its score, the grader's verdict, and what that took for the answer."""
+
+    uid: str
+    data_source: str
+    score: float
+    correct: bool
+    answer: str | None
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -28,46 +39,32 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
     return next(s for a, s in zip(answers, scores, strict=True) if a == winner)
 
 
-def validation_metrics(
-    uids: Sequence[str],
-    data_sources: Sequence[str],
-    scores: Sequence[float],
-    correct: Sequence[bool],
-    answers: Sequence[str | None],
-) -> dict[str, float]:
+def validation_metrics(samples: Sequence[Graded]) -> dict[str, float]:
     """`val-core/<source>/reward/<metric>`: the means over prompts of `prompt_metrics`."""
-    by_source = prompt_metrics(uids, data_sources, scores, correct, answers)
     return {
         f"val-core/{source}/reward/{name}": _mean(values)
-        for source, metrics in by_source.items()
+        for source, metrics in prompt_metrics(samples).items()
         for name, values in metrics.items()
     }
 
 
-def prompt_metrics(
-    uids: Sequence[str],
-    data_sources: Sequence[str],
-    scores: Sequence[float],
-    correct: Sequence[bool],
-    answers: Sequence[str | None],
-) -> dict[str, dict[str, list[float]]]:
-    """Metrics of each prompt from its samples, which share a uid, by data source.
+def prompt_metrics(samples: Sequence[Graded]) -> dict[str, dict[str, list[float]]]:
+    """Metrics of each prompt from its samples, by data source.
 
-    `correct` is the grader's verdict, `answers` what it took for the answer. `mean@n`, and for n > 1 `pass@k` (k = 2,
-    4 … n) and, when graders report the answer they extracted, `maj@n`.
+    `mean@n`, and for n > 1 `pass@k` (k = 2, 4 … n) and, when graders report the answer they extracted, `maj@n`.
     """
-    prompts = grouped(range(len(uids)), zip(data_sources, uids, strict=True))
+    prompts = grouped(samples, [(sample.data_source, sample.uid) for sample in samples])
     out: dict[str, dict[str, list[float]]] = {}
-    for groups in grouped(prompts, [data_sources[rows[0]] for rows in prompts]):
+    for groups in grouped(prompts, [prompt[0].data_source for prompt in prompts]):
         n = min(len(g) for g in groups)
-        metrics = out[data_sources[groups[0][0]]] = {f"mean@{n}": [_mean([scores[i] for i in g]) for g in groups]}
+        metrics = out[groups[0][0].data_source] = {f"mean@{n}": [_mean([s.score for s in g]) for g in groups]}
         if n == 1:
             continue
-        right = [sum(correct[i] for i in g) for g in groups]
+        right = [sum(s.correct for s in g) for g in groups]
         for k in (2**power for power in range(1, n.bit_length())):
             metrics[f"pass@{k}"] = [pass_at_k(len(g), c, k) for g, c in zip(groups, right, strict=True)]
-        if any(answers[i] is not None for g in groups for i in g):
-            metrics[f"maj@{n}"] = [majority_score([answers[i] for i in g], [scores[i] for i in g]) for g in groups]
+        if any(s.answer is not None for g in groups for s in g):
+            metrics[f"maj@{n}"] = [majority_score([s.answer for s in g], [s.score for s in g]) for g in groups]
     return out
 
 

@@ -10,6 +10,7 @@ from tiny_reward_models import TEMPLATE, character_tokenizer
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.preferences import (
+    Preference,
     PreferenceDataset,
     load_preferences,
     preference_metrics,
@@ -275,14 +276,14 @@ def test_what_a_row_gives_the_template_is_shown_and_calls_are_read(tmp_path):
         load_preferences(config_of(write(tmp_path / "p.jsonl", row)), RewardTexts(character_tokenizer()))
 
 
+def pair_of_lengths(source: str, chosen: int, rejected: int) -> Preference:
+    answers = ({"role": "assistant", "content": "x" * length} for length in (chosen, rejected))
+    return Preference("", [USER], *answers, source, None)
+
+
 def test_accuracy_counts_by_hand():
-    found = preference_metrics(
-        chosen=[1.0, 2.0, 0.0, 3.0],
-        rejected=[0.0, 2.0, 1.0, 1.0],
-        sources=["a", "a", "b", "b"],
-        chosen_lengths=[5, 1, 2, 8],
-        rejected_lengths=[3, 4, 2, 6],
-    )
+    pairs = [pair_of_lengths(*of) for of in (("a", 5, 3), ("a", 1, 4), ("b", 2, 2), ("b", 8, 6))]
+    found = preference_metrics([1.0, 2.0, 0.0, 3.0], [0.0, 2.0, 1.0, 1.0], pairs)
     assert (found["accuracy"], found["margin"]) == (0.625, 0.5)
     assert (found["accuracy/a"], found["accuracy/b"]) == (0.75, 0.5)
     assert found["length/longer_is_better"] == 0.625
@@ -292,7 +293,7 @@ def test_accuracy_counts_by_hand():
 
 
 def test_what_cannot_be_measured_is_no_metric():
-    found = preference_metrics([1.0], [0.0], ["a"], [3], [3])
+    found = preference_metrics([1.0], [0.0], [pair_of_lengths("a", 3, 3)])
     assert found == {"accuracy": 1.0, "margin": 1.0, "accuracy/a": 1.0, "length/longer_is_better": 0.5}
 
 

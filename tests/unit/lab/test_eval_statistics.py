@@ -6,7 +6,7 @@ import pytest
 from valor.lab import statistics
 from valor.lab.evaluation import _markdown
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
-from valor.trainer.validation import prompt_metrics
+from valor.trainer.validation import Graded, prompt_metrics
 
 
 def test_nineteen_of_twenty_intervals_hold_the_truth(monkeypatch) -> None:
@@ -40,7 +40,8 @@ def test_metrics_of_prompts_by_hand() -> None:
     uids, sources = list("aaaabbbbcccc"), ["x"] * 8 + ["y"] * 4
     right = [1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
     answers = ["7", "7", "8", None, "1", "1", "2", "3", None, None, None, None]
-    by_source = prompt_metrics(uids, sources, [float(r) for r in right], [bool(r) for r in right], answers)
+    columns = (uids, sources, map(float, right), map(bool, right), answers)
+    by_source = prompt_metrics([*map(Graded, *columns)])
     assert by_source["x"]["mean@4"] == [0.5, 0.25]
     assert by_source["x"]["pass@2"] == pytest.approx([1 - 1 / 6, 1 - 3 / 6])
     assert by_source["x"]["pass@4"] == [1.0, 1.0] and by_source["x"]["maj@4"] == [1.0, 0.0]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from valor.trainer.supervised import SFTRun
-from valor.trainer.validation import headline, majority_score, pass_at_k, validation_metrics
+from valor.trainer.validation import Graded, headline, majority_score, pass_at_k, validation_metrics
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 1), (4, 2, 2), (6, 1, 3), (5, 0, 2), (5, 5, 5), (8, 3, 4)])
@@ -32,13 +32,12 @@ def test_majority_counts_answers_not_scores():
 
 
 def test_metrics_are_means_over_prompts_of_each_source():
-    metrics = validation_metrics(
-        uids=["a", "a", "b", "b", "a", "a"],
-        data_sources=["x", "x", "x", "x", "y", "y"],
-        scores=[1.0, 0.0, 0.0, 0.0, 0.5, 0.5],
-        correct=[True, False, False, False, True, True],
-        answers=["1", "2", "3", "3", None, None],
-    )
+    samples = [
+        *(Graded("a", "x", 1.0, True, "1"), Graded("a", "x", 0.0, False, "2")),
+        *(Graded("b", "x", 0.0, False, "3"), Graded("b", "x", 0.0, False, "3")),
+        *(Graded("a", "y", 0.5, True, None), Graded("a", "y", 0.5, True, None)),
+    ]
+    metrics = validation_metrics(samples)
     assert metrics["val-core/x/reward/mean@2"] == pytest.approx(0.25)
     assert metrics["val-core/x/reward/pass@2"] == pytest.approx(0.5)
     assert metrics["val-core/x/reward/maj@2"] == pytest.approx(0.5)
