@@ -73,12 +73,8 @@ class Agents:
         return self._replays or self.loop_of(extra_info).grades
 
     def runner(self) -> EpisodeRunner:
-        return EpisodeRunner(
-            self._play,
-            most=self._options.max_concurrent_episodes,
-            max_tokens=self._context.limits.model,
-            deterministic=self._options.deterministic,
-        )
+        most, longest = self._options.max_concurrent_episodes, self._context.limits.model
+        return EpisodeRunner(self._play, most=most, max_tokens=longest, deterministic=self._options.deterministic)
 
     def close(self) -> None:
         for loop in self._loops.values():

@@ -123,9 +123,8 @@ class Collector:
         many prompts of the same pass came before these."""
         with self.supply.paused():
             self.generation.files.begin(f"val_{step}")
-            params, n = sampling_params(self.config, validation=True), self.rollout.val_kwargs.n
-            seed = self.config.trainer.seed
-            prompts = prompt_batch(list(rows), samples_per_prompt=n, seed=seed, step=None, first=first)
+            prompts = prompt_batch(list(rows), self.config, None, first)
+            params = sampling_params(self.config, validation=True)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 batch = self.generation.answer(prompts, params, sink=sink)
@@ -140,9 +139,9 @@ class Collector:
 
     def responses(self, rows: Sequence[PromptRow], step: int, at_once: int) -> Batch:
         """`rollout.n` scored responses to each of `rows`, drawn as in step `step`, `at_once` prompts at a time."""
-        n, seed, parts = self.rollout.n, self.config.trainer.seed, list[Batch]()
+        parts = list[Batch]()
         for i in range(0, len(rows), at_once):
-            prompts = prompt_batch(rows[i : i + at_once], samples_per_prompt=n, seed=seed, step=step, first=i)
+            prompts = prompt_batch(rows[i : i + at_once], self.config, step, i)
             with phase("rollout", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts)
                 batch = self.generation.answer(prompts, sampling_params(self.config), sink=sink)

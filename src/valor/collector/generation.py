@@ -124,14 +124,14 @@ class Generation:
         return self.inputs.with_text(prompts.union(rows))
 
 
-def prompt_batch(
-    rows: Sequence[PromptRow], *, samples_per_prompt: int, seed: int, step: int | None, first: int = 0
-) -> Batch:
-    """B = len(rows) · samples_per_prompt rows, the samples of a prompt next to each other.
+def prompt_batch(rows: Sequence[PromptRow], config: PPOConfig, step: int | None, first: int) -> Batch:
+    """As many rows for each prompt as `config` has samples of it, next to each other; `step` None: in validation.
 
-    `episode_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers; `step` None = validation.
-    `first`: how many prompts of this step came before these.
+    `episode_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers. `first`: how many prompts
+    of this step came before these.
     """
+    rollout = config.actor_rollout_ref.rollout
+    samples_per_prompt = rollout.val_kwargs.n if step is None else rollout.n
     prompts, lengths = pad_rows([r.prompt_ids for r in rows], torch.long)
     batch = Batch(
         {"prompts": prompts, "prompt_lengths": lengths},
@@ -144,7 +144,7 @@ def prompt_batch(
         batch.objects[IMAGES] = [row.images for row in rows]
     batch = batch.repeat(samples_per_prompt)
     key = torch.empty(len(batch), 3, dtype=torch.long)
-    key[:, 0], key[:, 1] = seed, _VALIDATION_KEY if step is None else step
+    key[:, 0], key[:, 1] = config.trainer.seed, _VALIDATION_KEY if step is None else step
     key[:, 2] = torch.arange(len(batch)) + first * samples_per_prompt
     batch["episode_key"] = key
     return batch
@@ -152,11 +152,8 @@ def prompt_batch(
 
 def sampling_params(config: PPOConfig, *, validation: bool = False) -> SamplingParams:
     """How samples are drawn: for training, or by `rollout.val_kwargs` (greedy unless a temperature is set)."""
-    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    return SamplingParams(
-        temperature=val.effective_temperature if validation else rollout.temperature,
-        top_p=val.top_p if validation else rollout.top_p,
-        top_k=val.top_k if validation else rollout.top_k,
-        max_tokens=config.data.max_response_length,
-        ignore_eos=rollout.ignore_eos,
-    )
+    rollout = config.actor_rollout_ref.rollout
+    drawn = rollout.val_kwargs if validation else rollout
+    temperature = rollout.val_kwargs.effective_temperature if validation else rollout.temperature
+    limits = {"max_tokens": config.data.max_response_length, "ignore_eos": rollout.ignore_eos}
+    return SamplingParams(temperature, drawn.top_k, drawn.top_p, **limits)

@@ -127,13 +127,7 @@ class Supply(ABC):
 
     def prompts_of(self, drawn: Drawn) -> Batch:
         """Their prompts, `rollout.n` rows each."""
-        prompts = prompt_batch(
-            [self.inputs.train[i] for i in drawn.rows],
-            samples_per_prompt=self.config.actor_rollout_ref.rollout.n,
-            seed=self.config.trainer.seed,
-            step=drawn.draw,
-            first=drawn.first,
-        )
+        prompts = prompt_batch([self.inputs.train[i] for i in drawn.rows], self.config, drawn.draw, drawn.first)
         prompts.objects["uid"] = [f"{drawn.draw}.{uid}" for uid in prompts.objects["uid"]]
         return prompts
 

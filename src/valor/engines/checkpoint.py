@@ -53,13 +53,13 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
     if ruined := _not_finite(module, optimizer):
         raise not_saved(ruined)
     tensors = {f"model.{name}": value for name, value in _module_tensors(module).items()}
-    scalars: dict[str, dict[str, Any]] = {}
+    steps: dict[str, float] = {}
     if optimizer is not None:
         for name, state in _optimizer_states(module, optimizer).items():
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if key != "step"}
             if "step" in state:
-                scalars[name] = {"step": {"tensor": float(state["step"]), "dtype": "float32"}}
-    write(path, module, tensors, counters, type(optimizer).__name__ if optimizer is not None else None, scalars)
+                steps[name] = float(state["step"])
+    write(path, module, tensors, counters, type(optimizer).__name__ if optimizer is not None else None, steps)
 
 
 def write(
@@ -68,9 +68,10 @@ def write(
     tensors: dict[str, Tensor],
     counters: Counters,
     optimizer: str | None,
-    scalars: dict[str, dict[str, Any]],
+    steps: dict[str, float],
 ) -> None:
-    """Write this rank's `tensors`, and what `module` is, into the directory `path`; collective."""
+    """Write this rank's `tensors`, and what `module` is, into the directory `path`; collective. steps: those that the
+    `optimizer` of this name has taken with each parameter."""
     path.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
@@ -84,7 +85,7 @@ def write(
             "world_size": dist.get_world_size(),
             "counters": asdict(counters),
             "optimizer": optimizer,
-            "optimizer_scalars": scalars,
+            "optimizer_scalars": {name: {"step": {"tensor": n, "dtype": "float32"}} for name, n in steps.items()},
             "adapters": adapter_record(cast(Any, module).hf),
         }
         (path / STATE_FILE).write_text(json.dumps(state))

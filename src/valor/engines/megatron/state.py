@@ -87,7 +87,7 @@ def save(path: Path, weights: Weights, module: nn.Module, optimizer: Any, counte
                 raise checkpoint.not_saved(slot.name if what == "param" else f"{what} of {slot.name}")
             if number % stage.size() == stage.rank() and weights.owns(slot):
                 tensors[_stored_name(slot.name, what)] = full.cpu().contiguous()
-    steps = {name: {"step": {"tensor": float(counters.updates), "dtype": "float32"}} for name in weights.shapes}
+    steps = dict.fromkeys(weights.shapes, float(counters.updates))
     kind = OPTIMIZER if optimizer is not None else None
     checkpoint.write(path, module, tensors, counters, kind, steps if moments else {})
 
