@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from valor.config import DataConfig
 from valor.data.images import Source, parse_images
 from valor.data.messages import ROW_OPTIONS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.data.plain_rows import QUESTIONS, TRUTHS, is_plain, read_plain
@@ -29,6 +30,7 @@ from valor.errors import UserError, did_you_mean
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
 OPTIONAL_COLUMNS = ("extra_info", "agent_name", *ROW_OPTIONS)
+_USUAL = DataConfig()  # with the usual names of columns, and none of images
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,7 @@ class DataRow:
         return truth is None or is_nan or truth in ([], {}) or (isinstance(truth, str) and not truth.strip())
 
 
-def read_rows(
-    paths: str | Path | Sequence[str | Path],
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    image_key: str | None = None,
-) -> list[DataRow]:
+def read_rows(paths: str | Path | Sequence[str | Path], data: DataConfig = _USUAL) -> list[DataRow]:
     """All rows of one file or several, in order, from the columns `data.prompt_key`, `reward_fn_key` and `image_key`.
 
     UserError names the first bad row.
@@ -66,27 +63,24 @@ def read_rows(
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
-    keys = (prompt_key, source_key, image_key)
-    records = (record for path in files for record in _prompt_records(path, *keys))
-    return [parse_row(record, where, *keys) for where, record in records]
+    records = (record for path in files for record in _prompt_records(path, data))
+    return [parse_row(record, where, data) for where, record in records]
 
 
-def _prompt_records(
-    path: str | Path, prompt_key: str, source_key: str, image_key: str | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _prompt_records(path: str | Path, data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """The file's rows in the columns of prompt files; of a file of questions and answers, made into such."""
-    file = existing_file(path)
+    file, keys = existing_file(path), (data.prompt_key, data.reward_fn_key)
     if file.name.endswith(".parquet"):
         columns = _parquet_columns(file)
     else:
         columns = next((record.keys() for _, record in _json_records(file, ())), ())
-    images = () if image_key is None else (image_key,)
-    if not is_plain(columns, prompt_key, source_key):
-        yield from read_records(path, (prompt_key, source_key, "reward_model", *images), OPTIONAL_COLUMNS)
+    images = () if data.image_key is None else (data.image_key,)
+    if not is_plain(columns, *keys):
+        yield from read_records(path, (*keys, "reward_model", *images), OPTIONAL_COLUMNS)
         return
     for where, record in read_records(path, images, None):
         try:
-            yield where, read_plain(record, prompt_key, source_key) | {name: record.get(name) for name in images}
+            yield where, read_plain(record, *keys) | {name: record.get(name) for name in images}
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -152,17 +146,11 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     return file
 
 
-def parse_row(
-    record: Mapping[str, Any],
-    where: str,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    image_key: str | None = None,
-) -> DataRow:
+def parse_row(record: Mapping[str, Any], where: str, data: DataConfig = _USUAL) -> DataRow:
     """One record as a DataRow. UserError: a value has the wrong type, and what it should be."""
-    source = record.get(source_key)
+    source = record.get(data.reward_fn_key)
     if not isinstance(source, str):
-        raise UserError(f"{where}: '{source_key}' must be text that names a grader, got {kind_of(source)}")
+        raise UserError(f"{where}: '{data.reward_fn_key}' must be text that names a grader, got {kind_of(source)}")
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping):
         raise UserError(
@@ -181,13 +169,13 @@ def parse_row(
         raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {kind_of(agent)}")
     return DataRow(
         where=where,
-        messages=parse_messages(record.get(prompt_key), where, prompt_key),
+        messages=parse_messages(record.get(data.prompt_key), where, data.prompt_key),
         data_source=source,
         ground_truth=truth,
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
         template=row_options(record, where),
-        images=() if image_key is None else parse_images(record.get(image_key), where),
+        images=() if data.image_key is None else parse_images(record.get(data.image_key), where),
     )
 
 

@@ -72,7 +72,7 @@ class PromptDataset(Sequence[PromptRow]):
         if records is not None:
             rows = [parse_row(record, f"{data.taskset}, task {i}") for i, record in enumerate(records)]
         elif data.custom_cls.path is None:
-            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.image_key)
+            rows = read_rows(paths or [], data)
         else:
             rows = rows_of_class(data, tokenizer, limit, paths or [], images and images.processor)
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
@@ -182,7 +182,7 @@ def rows_of_class(
     for i, record in enumerate(records):
         record.setdefault(data.prompt_key, record.get("raw_prompt"))
         check_text(record, f"{where}, item {i}")
-        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.image_key))
+        rows.append(parse_row(record, f"{where}, item {i}", data))
     return rows
 
 

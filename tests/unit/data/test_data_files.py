@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from valor.config import DataConfig
 from valor.data.files import DataRow, read_rows, write_parquet
 from valor.errors import UserError
 
@@ -77,7 +78,7 @@ def test_optional_columns_and_other_names(tmp_path: Path) -> None:
         tmp_path / "a.jsonl",
         {"chat": [{"role": "user", "content": "?"}], "source": "s", "reward_model": {"ground_truth": 3}},
     )
-    (row,) = read_rows(path, "chat", "source")
+    (row,) = read_rows(path, DataConfig(prompt_key="chat", reward_fn_key="source"))
     assert row == DataRow(f"{path}, line 1", [{"role": "user", "content": "?"}], "s", ground_truth=3)
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from valor.config import DataConfig
 from valor.data.files import count_rows, read_rows
 from valor.errors import UserError
 
@@ -69,10 +70,15 @@ def test_prompt_files_stay_what_they_are_and_others_are_told_the_way(tmp_path):
 
 def test_a_name_that_was_set_is_the_only_one_and_a_bad_dictionary_is_named(tmp_path):
     row = {"prompt": "1+1=", "question": "2+2=", "answer": "4"}
-    assert read_rows(written(tmp_path, "jsonl", [row]), "question")[0].messages[0]["content"] == "2+2="
+    assert (
+        read_rows(written(tmp_path, "jsonl", [row]), DataConfig(prompt_key="question"))[0].messages[0]["content"]
+        == "2+2="
+    )
     with pytest.raises(UserError, match="line 1: column 'asked', 'data_source', 'reward_model' missing"):
-        read_rows(written(tmp_path, "jsonl", [row]), "asked")
+        read_rows(written(tmp_path, "jsonl", [row]), DataConfig(prompt_key="asked"))
     with pytest.raises(UserError, match="line 2: a row has no 'question'"):
-        read_rows(written(tmp_path, "jsonl", [row, {"prompt": "1+1=", "answer": "2"}]), "question")
+        read_rows(
+            written(tmp_path, "jsonl", [row, {"prompt": "1+1=", "answer": "2"}]), DataConfig(prompt_key="question")
+        )
     with pytest.raises(UserError, match="line 1: 'extra_info' must be a dictionary or absent, got str"):
         read_rows(written(tmp_path, "jsonl", [{**row, "extra_info": "{}"}]))
