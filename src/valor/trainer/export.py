@@ -41,8 +41,9 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """
     folder = checkpoint / role
     step = verify(checkpoint, only=f"{role}/")["step"]
-    if role not in _roles(checkpoint):
-        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
+    roles = sorted(path.name for path in checkpoint.iterdir() if (path / MODEL_CONFIG_DIR).is_dir())
+    if role not in roles:
+        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(roles)}")
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
     try:
@@ -82,7 +83,3 @@ def _empty(auto: Any, folder: Path, config: Any) -> Any:
         raise UserError(f"'{folder}' holds adapters of '{base}', which cannot be loaded any more: {error}") from error
     inject(hf, adapter)
     return hf
-
-
-def _roles(checkpoint: Path) -> list[str]:
-    return [p.name for p in checkpoint.iterdir() if (p / MODEL_CONFIG_DIR).is_dir()]
