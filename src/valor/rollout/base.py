@@ -192,22 +192,12 @@ class RequestSource(Protocol):
         """New requests and aborts since the last call; None: no more will come. `wait` blocks until either."""
 
 
-class Elsewhere:
-    """Stands for a source that another of the processes that generate together has."""
-
-    max_requests = max_tokens = 0
-    everywhere = False
-
-    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
-        return None
-
-
 class _AllAtOnce:
     """A source whose requests are all there from the start."""
 
     everywhere = True
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request] = ()) -> None:
         self._requests: Sequence[Request] = requests
         self.max_requests = len(requests)
         self.max_tokens = max((len(r.prompt_ids) + r.params.max_tokens for r in requests), default=0)
@@ -215,6 +205,12 @@ class _AllAtOnce:
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         requests, self._requests = self._requests, ()
         return requests or None
+
+
+class Elsewhere(_AllAtOnce):
+    """Stands for a source that another of the processes that generate together has."""
+
+    everywhere = False
 
 
 @runtime_checkable
