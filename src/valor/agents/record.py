@@ -11,7 +11,7 @@ from typing import Any
 
 from valor.agents.chat import Chat
 from valor.agents.episode import Episode, Turn, turns_of
-from valor.data.batch import Batch, Episodes
+from valor.data.batch import Batch, Episodes, unpadded
 from valor.data.images import IMAGES
 from valor.rollout.base import Span
 from valor.tracking.generations import plain
@@ -25,14 +25,14 @@ _OBJECTS = {"finish_reason": "finish_reason", "outcome": "outcome", "info": "epi
 
 def episode_records(prompts: Batch, rows: Batch, chat: Chat) -> Iterator[Record]:
     """The records of episodes, one for each of `prompts`; `rows` are those of `valor.agents.episode.episode_rows`."""
-    for number, numbers in enumerate(Episodes(rows).rows):
-        first, prompt_ids = numbers[0], _prompt(rows, numbers[0])
-        turns = [turn for row in numbers for turn in _turns(rows, row, None if row == first else _prompt(rows, row))]
+    ids = unpadded(rows, "prompt")
+    for number, (first, *others) in enumerate(Episodes(rows).rows):
+        turns = [*_turns(rows, first), *(turn for row in others for turn in _turns(rows, row, ids[row]))]
         yield {
             "key": prompts["episode_key"][number].tolist(),
             "messages": prompts.objects["messages"][number],
-            "prompt": chat.decode(prompt_ids),
-            "prompt_ids": prompt_ids,
+            "prompt": chat.decode(ids[first]),
+            "prompt_ids": ids[first],
             **{field: rows.objects[column][first] for field, column in _OBJECTS.items()},
             "turns": [
                 {**asdict(turn), "text": chat.decode(turn.token_ids), "observation": chat.decode(turn.observation_ids)}
@@ -59,11 +59,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=plain))
 
 
-def _prompt(rows: Batch, row: int) -> list[int]:
-    return rows["prompts"][row, : int(rows["prompt_lengths"][row])].tolist()
-
-
-def _turns(rows: Batch, row: int, prompt_ids: list[int] | None) -> list[Turn]:
+def _turns(rows: Batch, row: int, prompt_ids: list[int] | None = None) -> list[Turn]:
     length, images = int(rows["response_lengths"][row]), rows.objects[IMAGES][row] if IMAGES in rows else None
     columns = (rows[name][row, :length].tolist() for name in _COLUMNS)
     return turns_of(*columns, prompt_ids=prompt_ids, images=images)

@@ -62,15 +62,12 @@ class SearchLoop(AgentLoop):
 
     async def _documents(self, query: str, turn: int, calls: list[dict[str, Any]]) -> list[int]:
         call, began = ToolCall("search", {"query": query}), time.monotonic()
-        result = await self._search(call.arguments["query"])
+        try:
+            (found,) = await self._retriever.retrieve([call.arguments["query"]])
+            result = ToolResult(documents_text(found))
+        except SearchFailed as failure:
+            result = ToolResult(f"Search error: {failure}", error="failed")
         result = replace(result, text=valid_text(result.text), seconds=time.monotonic() - began)
         calls.append(call_record(turn, call, result))
         documents = self.chat.ids(self.chat.safe(result.text.strip()))
         return [*self._before, *documents[: self._max_documents], *self._after]
-
-    async def _search(self, query: str) -> ToolResult:
-        try:
-            (documents,) = await self._retriever.retrieve([query])
-        except SearchFailed as failure:
-            return ToolResult(f"Search error: {failure}", error="failed")
-        return ToolResult(documents_text(documents))
