@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from valor.config.engine import CriticModelConfig, ModelConfig
-from valor.data.batch import Batch
+from valor.data.batch import Batch, text_rows
 from valor.data.prompts import render, token_ids
-from valor.data.reward_texts import text_rows
 from valor.errors import UserError
 from valor.lab.walk import written
 from valor.models.load import load_policy, load_tokenizer, load_value_model

@@ -12,9 +12,8 @@ from itertools import product
 
 import torch
 
-from valor.data.batch import Batch
+from valor.data.batch import Batch, text_rows
 from valor.data.prompts import token_ids
-from valor.data.reward_texts import text_rows
 from valor.errors import UserError
 from valor.lab.walk import written
 from valor.models.rows import ROW_FIELDS

@@ -13,8 +13,7 @@ from math import sqrt
 
 import torch
 
-from valor.data.batch import Batch
-from valor.data.reward_texts import text_rows
+from valor.data.batch import Batch, text_rows
 from valor.models.value import ValueModel
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
 

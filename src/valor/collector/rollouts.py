@@ -24,7 +24,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
-from valor.data.batch import Batch, Episodes, pad_rows, unpadded
+from valor.data.batch import Batch, Episodes, pad_rows, text_rows, unpadded
 from valor.data.files import read_records
 from valor.data.messages import parse_messages
 from valor.data.prompts import Fits, PromptRow, continued, render
@@ -125,9 +125,8 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any, fits: Fits = lambda ids,
             )
     for row, (_, where, _) in zip(rows, records, strict=True):
         fits([*row["prompt"], *row["response"]], where)
-    batch = Batch({}, {name: [row[name] for row in rows] for name in OBJECTS})
-    batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in rows], torch.long)
-    batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in rows], torch.long)
+    batch = text_rows([row["prompt"] for row in rows], [row["response"] for row in rows])
+    batch.objects = {name: [row[name] for row in rows] for name in OBJECTS}
     batch["response_mask"], _ = pad_rows([row["response_mask"] for row in rows], torch.float32)
     batch["scores"] = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
     numbers = [(path, record.get("step"), record.get("episode")) for path, _, record in records]

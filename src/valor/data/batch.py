@@ -143,6 +143,15 @@ def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tenso
     return out, lengths
 
 
+def text_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]] | None = None) -> Batch:
+    """Token ids as the columns that engines read; None: responses of no tokens."""
+    batch = Batch()
+    batch["prompts"], batch["prompt_lengths"] = pad_rows(prompts, torch.long)
+    responses = [[]] * len(prompts) if responses is None else responses
+    batch["responses"], batch["response_lengths"] = pad_rows(responses, torch.long)
+    return batch
+
+
 def unpadded(batch: Batch, of: Literal["prompt", "response"]) -> list[list[int]]:
     """Token ids of each row's prompt or response, without padding."""
     lengths = batch[f"{of}_lengths"].tolist()

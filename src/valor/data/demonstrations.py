@@ -12,11 +12,10 @@ from typing import Any, Literal
 import torch
 
 from valor.config import SFTDataConfig
-from valor.data.batch import Batch, pad_rows
+from valor.data.batch import Batch, pad_rows, text_rows
 from valor.data.files import read_records
 from valor.data.messages import parse_messages, row_options
 from valor.data.prompts import Fits, Spans, render, token_owners, tokenized, truncated
-from valor.data.reward_texts import text_rows
 from valor.data.sampler import SUBSET_STREAM, subset
 from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError

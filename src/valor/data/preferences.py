@@ -13,11 +13,11 @@ import torch
 
 from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
-from valor.data.batch import Batch
+from valor.data.batch import Batch, text_rows
 from valor.data.files import read_records
 from valor.data.messages import kind_of, parse_messages, row_options, transcript_turns
 from valor.data.prompts import Fits, tokenized
-from valor.data.reward_texts import Encoded, RewardTexts, text_rows
+from valor.data.reward_texts import Encoded, RewardTexts
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
 from valor.errors import UserError
 

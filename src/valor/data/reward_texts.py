@@ -6,9 +6,7 @@ The same function makes the texts that a reward model is trained on and those th
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from valor.data.batch import Batch, pad_rows, unpadded
+from valor.data.batch import Batch, text_rows, unpadded
 from valor.data.messages import Messages
 from valor.data.prompts import continued, render
 from valor.data.templates import end_tokens
@@ -157,14 +155,6 @@ class CriticTexts:
         return [prompt for prompt, _ in pairs], [
             ids + end if done or not ids else ids for (_, ids), done in zip(pairs, finished, strict=True)
         ]
-
-
-def text_rows(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]] | None = None) -> Batch:
-    """Token ids as the columns that engines read: `prompts`, and `responses` (none: of no tokens)."""
-    prompts, prompt_lengths = pad_rows(first, torch.long)
-    responses, response_lengths = pad_rows(second if second is not None else [[]] * len(first), torch.long)
-    columns = {"prompts": prompts, "prompt_lengths": prompt_lengths}
-    return Batch({**columns, "responses": responses, "response_lengths": response_lengths})
 
 
 def longest_text(tokenizer: Any, positions: int | None) -> int | None:

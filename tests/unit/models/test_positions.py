@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
+from valor.data.batch import text_rows
 from valor.data.positions import num_positions
-from valor.data.reward_texts import text_rows
 from valor.errors import UserError
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, SamplingParams

@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tiny_reward_models import make_backbone, make_bert, make_classifier, make_deberta
 from valor.config import CriticModelConfig, RewardModelConfig
-from valor.data.reward_texts import RewardTexts, text_rows
+from valor.data.batch import text_rows
+from valor.data.reward_texts import RewardTexts
 from valor.engines.microbatch import RowOrder, plan_micro_batches
 from valor.errors import UserError
 from valor.models.export import export_hf

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from valor.config import PPOConfig
-from valor.data.batch import Batch, pad_rows
+from valor.data.batch import Batch, text_rows
 from valor.data.curriculum import DifficultySampler
 from valor.trainer.phases.base import Metrics, Phase, where_true
 from valor.trainer.phases.update_critic import UpdateCritic
@@ -52,11 +52,9 @@ class PromptValues(Phase):
         rows = inputs.sampler.unknown(_BATCHES * inputs.sampler.batch_size)
         if not rows:
             return Batch(), {}
-        prompts, lengths = pad_rows([inputs.train[row].prompt_ids for row in rows], torch.long)
         # A value is that of the state before a token: which token follows the prompt makes no difference.
-        after = prompts.new_full((len(rows), 1), inputs.eos_token_ids[0])
-        columns = {"prompts": prompts, "prompt_lengths": lengths, "responses": after}
-        columns |= {"response_lengths": torch.ones_like(lengths), "response_mask": torch.ones_like(after)}
-        values, _ = self.resources.critics.compute_values(Batch(columns))
+        asked = text_rows([inputs.train[row].prompt_ids for row in rows], [inputs.eos_token_ids[:1]] * len(rows))
+        asked["response_mask"] = torch.ones_like(asked["responses"])
+        values, _ = self.resources.critics.compute_values(asked)
         inputs.sampler.predict(rows, values["values"][:, 0].tolist())
         return Batch(), {}
