@@ -288,17 +288,20 @@ def test_rollout_correction_in_bypass_mode(loss_type, train, tmp_path):
     assert "timing_s/old_log_prob" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_rejecting_everything_is_a_step_without_effect(train, tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("estimator", "bypass", "roles"), [("gae", "false", ("actor", "critic")), ("grpo", "true", ("actor",))]
+)
+def test_rejecting_everything_is_a_step_without_effect(estimator, bypass, roles, train, tiny, tmp_path):
     rows = train(
-        "algorithm.adv_estimator=grpo",
-        f"{ACTOR}.optim.weight_decay=0",
+        f"algorithm.adv_estimator={estimator}",
+        f"{CORRECTION}.bypass_mode={bypass}",
         f"{CORRECTION}.rollout_rs=seq_sum_k1",
         f"{CORRECTION}.rollout_rs_threshold=8_9",
         moves=False,
     )
     assert all(row["actor/pg_loss"] == 0 and row["actor/grad_norm"] == 0 for row in rows)
     assert all(row["rollout_corr/rollout_rs_seq_masked_fraction"] == 1 for row in rows)
-    assert moved(tiny["model"], tmp_path / "run", "actor") == 0
+    assert all(moved(tiny["model"], tmp_path / "run", role) == 0 for role in roles)
 
 
 def test_overlong_responses_are_penalised(train):

@@ -76,10 +76,11 @@ class TrainingEngine(ABC):
         and ranks add up, so neither their number nor their sizes matter.
         """
 
-    def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
+    def optimizer_step(self, *, advance_schedule: bool = True, learns: bool = True) -> dict[str, float]:
         """Clip, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0 or 1).
 
-        A norm that is not finite skips the update on every rank. The learning-rate schedule moves on in either case,
+        A norm that is not finite skips the update on every rank. Without `learns` there was no token to learn from:
+        weights and moments stay, which a gradient of 0 would move. The learning-rate schedule moves on in either case,
         unless `advance_schedule` is false (several updates that share one rate). Diverged: the update has made the
         weights useless, so that they may be neither saved nor sent anywhere.
         """
@@ -89,7 +90,7 @@ class TrainingEngine(ABC):
             group["lr"] = lr
         norm, grads = self._gradients()
         finite = math.isfinite(norm)
-        if finite:
+        if finite and learns:
             if self.optim.clip_grad is not None and norm > self.optim.clip_grad:
                 for grad in grads:
                     grad.mul_(self.optim.clip_grad / norm)
@@ -101,8 +102,7 @@ class TrainingEngine(ABC):
                     f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
                     f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
                 )
-        else:
-            self.counters.skipped += 1
+        self.counters.skipped += not finite
         self._zero_gradients()
         if advance_schedule:
             self.counters.schedule_steps += 1

@@ -104,9 +104,10 @@ class Updates:
             order = list(range(len(samples)))
             if settings.shuffle and samples_per_step < len(samples):
                 order = shuffled(len(samples), self.config.trainer.seed + member, step, epoch).tolist()
-            for start in range(0, len(samples), samples_per_step):
+            # Where a step has left all episodes out, one update of none moves the schedule on.
+            for start in range(0, max(len(samples), 1), samples_per_step):
                 chosen = order[start : start + samples_per_step]
-                indices.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
+                indices.append(torch.tensor([row for sample in chosen for row in samples[sample]], dtype=torch.long))
         return indices
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
@@ -224,8 +225,8 @@ def named(role: str, updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:
-    """Adds the global counts of the mini-batch's mask; at least 1, so that a loss over nothing is 0. `tokens` [B]: of
-    each row, if already known.
+    """Adds the global counts of the mini-batch's mask; at least 1, so that a loss over nothing is 0; `learns` says
+    whether there is something. `tokens` [B]: of each row, if already known.
 
     With a column `episode` a sequence is an episode: `sequence_lengths` [B] are the policy tokens of the row's episode.
     """
@@ -240,5 +241,6 @@ def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:
     mini_batch.meta |= {
         "num_tokens": max(float(tokens.double().sum()), 1.0),
         "num_sequences": max(float(present.sum()), 1.0),
+        "learns": bool(present.any()),
     }
     return mini_batch

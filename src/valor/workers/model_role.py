@@ -26,6 +26,12 @@ def longer_rows(rows: Batch) -> Batch:
     return rows.union(Batch({"responses": longer, "response_lengths": rows["response_lengths"] + 1}))
 
 
+def without_tokens(mini_batch: Batch) -> dict[str, bool]:
+    """Option of the optimizer step after a mini-batch without a token to learn from; engines that know no such option
+    can be used as long as there is one."""
+    return {} if mini_batch.meta.get("learns", True) else {"learns": False}
+
+
 class ModelRole:
     """One rank of a role, whose engine is built from the role's configuration, `section`, and chosen by its `strategy`.
 
@@ -86,7 +92,7 @@ class ModelRole:
         """One optimizer step on this rank's rows of a batch; metrics are of the whole batch, over all ranks."""
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(batch, loss, **options)
-            step = engine.optimizer_step(advance_schedule=advance_schedule)
+            step = engine.optimizer_step(advance_schedule=advance_schedule, **without_tokens(batch))
         return self.sum_over_ranks(metrics) | step
 
     def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -138,6 +138,21 @@ def test_non_finite_gradients_skip_the_update():
     assert engine.counters.updates == 1
 
 
+def test_without_a_token_to_learn_from_momentum_and_decay_move_nothing():
+    engine = tiny_engine(weight_decay=0.1)
+    engine.forward_backward(BATCH, loss_fn(TOKENS))
+    engine.optimizer_step()
+    before = weights(engine)
+    for _ in range(2):
+        engine.forward_backward(BATCH.take([]), loss_fn(TOKENS))
+        assert engine.optimizer_step(learns=False)["skipped"] == 0.0
+    assert all(torch.equal(before[n], w) for n, w in weights(engine).items())
+    assert (engine.counters.updates, engine.counters.skipped, engine.counters.schedule_steps) == (1, 0, 3)
+    engine.forward_backward(BATCH.take([]), loss_fn(TOKENS))
+    engine.optimizer_step()  # a gradient of 0 that counts
+    assert any(not torch.equal(before[n], w) for n, w in weights(engine).items())
+
+
 def test_updates_that_share_a_schedule_step():
     engine = tiny_engine(lr_warmup_steps=4)
     rates = []

@@ -161,11 +161,11 @@ def test_a_rejected_token_leaves_the_mask_and_the_counts():
     assert found["response_mask"].tolist() == [[0, 0, 1], [1, 0, 0]]
     weights = torch.tensor([[1.64872, 0.54881, 1.10517], [0.81873, 1.49182, 0.0]])
     assert torch.allclose(found["rollout_is_weights"], weights, atol=1e-5)
-    assert counted(found).meta == {"num_tokens": 2.0, "num_sequences": 2.0}
+    assert counted(found).meta == {"num_tokens": 2.0, "num_sequences": 2.0, "learns": True}
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.6)
     assert metrics["rollout_corr/kl"] == pytest.approx(-0.04, abs=1e-6)
     nothing = counted(Batch({"response_mask": torch.zeros(2, 3)}))
-    assert nothing.meta == {"num_tokens": 1.0, "num_sequences": 1.0}
+    assert nothing.meta == {"num_tokens": 1.0, "num_sequences": 1.0, "learns": False}
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ class Worker:
     def __init__(self, apart: bool, skipped: float = 0.0) -> None:
         self.group, self.skipped, self.seen = SimpleNamespace(apart=apart), skipped, list[str]()
         self.made: list[str] = []
+        self.batches: list[Batch] = []
 
     def start(self, method: str, batch: Batch):
         number = batch.meta["update"]
+        self.batches.append(batch)
         self.seen.append(f"start {number}")
 
         def results() -> dict[str, float]:
@@ -41,10 +43,10 @@ class NotedUpdates(Updates):
             yield rows
 
 
-def run(worker: Worker, *overrides: str) -> dict[str, float]:
-    lengths, shape = torch.full((ROWS,), 3), (ROWS, 3)
+def run(worker: Worker, *overrides: str, rows: int = ROWS) -> dict[str, float]:
+    lengths, shape = torch.full((rows,), 3), (rows, 3)
     names = ("response_mask", "advantages", "old_log_probs", "rollout_log_probs")
-    columns = {"prompts": torch.ones(ROWS, 2, dtype=torch.long), "prompt_lengths": torch.full((ROWS,), 2)}
+    columns = {"prompts": torch.ones(rows, 2, dtype=torch.long), "prompt_lengths": torch.full((rows,), 2)}
     columns |= {"responses": torch.ones(shape, dtype=torch.long), "response_lengths": lengths}
     batch = Batch(columns | {name: torch.ones(shape) for name in names})
     argv = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
@@ -65,6 +67,13 @@ def test_in_this_process_one_is_done_before_the_next():
     worker = Worker(apart=False)
     run(worker)
     assert worker.seen == [f"{what} {number}" for number in range(1, 5) for what in ("start", "wait")]
+
+
+def test_a_step_whose_episodes_are_all_left_out_has_one_update_that_moves_the_schedule_alone():
+    worker = Worker(apart=False)
+    run(worker, rows=0)
+    (batch,) = worker.batches
+    assert len(batch) == 0 and batch.meta["last_of_step"] and not batch.meta["learns"]
 
 
 def test_a_run_that_only_skips_ends_with_at_most_one_update_more():
