@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 NUM_BINS = 32
-_EXTREME = re.compile(r"[_/](max|min)$")
+EXTREME = re.compile(r"[_/](max|min)$")
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -23,7 +23,7 @@ def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """
     reduced: dict[str, float] = {}
     for key, value in (item for record in metrics for item in record.items()):
-        extreme = _EXTREME.search(key)
+        extreme = EXTREME.search(key)
         join = operator.add if extreme is None else np.maximum if extreme[1] == "max" else np.minimum
         reduced[key] = float(join(reduced[key], float(value))) if key in reduced else float(value)
     return reduced

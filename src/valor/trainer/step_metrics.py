@@ -1,8 +1,7 @@
 """Metrics of a step's batch, under verl's names, and what they show of the critic."""
 
-from typing import Any
+from collections import Counter
 
-import torch
 from torch import Tensor
 
 from valor.algorithms.groups import Groups, mean_of_others, scored_groups
@@ -11,11 +10,13 @@ from valor.config import PPOConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.tracking.metrics import (
+    EXTREME,
     Histogram,
     Timer,
     explained_variance,
     explained_variance_by_group,
     histogram,
+    reduce_metrics,
     summarize,
 )
 
@@ -122,10 +123,6 @@ def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str,
 
 
 def mean_over_updates(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: the mean over those that have it; the extreme for _max and _min."""
-    out: dict[str, Any] = {}
-    for key in dict.fromkeys(key for part in parts for key in part):
-        values = torch.tensor([p[key] for p in parts if key in p], dtype=torch.float64)
-        reduce = torch.max if key.endswith("_max") else torch.min if key.endswith("_min") else torch.mean
-        out[key] = float(reduce(values))
-    return out
+    """Metrics of several optimizer steps as one: the mean over those that have it; of an extreme, the extreme."""
+    steps = Counter(key for part in parts for key in part)
+    return {k: v if EXTREME.search(k) else v / steps[k] for k, v in reduce_metrics(parts).items()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from valor.tracking.metrics import Timer, explained_variance, explained_variance_by_group, reduce_metrics, summarize
+from valor.trainer.step_metrics import mean_over_updates
 
 
 def test_reduction_sums_except_extremes():
@@ -28,6 +29,13 @@ def test_reduction_sums_except_extremes():
         "only_here": 4.0,
     }
     assert reduce_metrics([]) == {}
+
+
+def test_updates_have_the_mean_of_what_both_give_and_extremes_as_extremes():
+    found = mean_over_updates(
+        [{"loss": 1.0, "ratio/max": 2.0, "kl_min": 0.5, "b": 4.0}, {"loss": 2.0, "ratio/max": 1.0}]
+    )
+    assert found == {"loss": 1.5, "ratio/max": 2.0, "kl_min": 0.5, "b": 4.0}
 
 
 @pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
