@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 DIGITS = f"reward.custom_reward_function.path={Path(__file__).with_name('digits_reward.py')}"
 PROBE = ["critic.kind=probe", "algorithm.lam=0.9", "critic.probe.features=128", DIGITS]
+AUTO = [*PROBE, "algorithm.lam=auto"]
 
 
 def assert_same(a, b):
@@ -35,13 +36,16 @@ def assert_same(a, b):
 @pytest.mark.usefixtures("hosts")
 def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrides, tmp_path):
     one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    settings = [*PROBE, "actor_rollout_ref.rollout.n=16", "trainer.total_training_steps=6", "trainer.test_freq=3"]
+    settings = [*AUTO, "actor_rollout_ref.rollout.n=16", "trainer.total_training_steps=6", "trainer.test_freq=3"]
     assert main(overrides(tmp_path / "whole", *settings, one_update)) == 0
     steps = [row for row in read_metrics(tmp_path / "whole") if "critic/ridge" in row]
     assert len(steps) == 6 and steps[0]["critic/values/max"] == 0 == steps[0]["critic/values/min"]
     explained = [row["critic/vf_explained_var"] for row in steps]
     assert explained[-1] > 0.1, explained  # what is written so far is in the state
     assert all(row["critic/values/min"] >= 0 and row["critic/values/max"] <= 1 for row in steps)
+    lambdas = [row["critic/lambda"] for row in steps]
+    assert lambdas[0] == 1.0 and all(0 < lam <= 1 for lam in lambdas) and len({*lambdas}) > 1, lambdas
+    assert all(row["critic/lambda/variance"] > 0 for row in steps) and any(row["critic/lambda/bias_squared"] > 0 for row in steps)
     assert "critic/lr" not in steps[0] and steps[0]["critic/skipped"] == 0
     parts = tmp_path / "parts"
     assert main(overrides(parts, *settings, one_update, "trainer.total_training_steps=3")) == 0
@@ -52,7 +56,7 @@ def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrid
 @pytest.mark.usefixtures("hosts")
 def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatch):
     """Several updates of the actor, whose old log-probs need a pass: the critic's one update is as before."""
-    more = [*PROBE, "algorithm.truncated_responses=bootstrap", "critic.probe.states=policy"]
+    more = [*AUTO, "algorithm.truncated_responses=bootstrap", "critic.probe.states=policy"]
     assert main(overrides(tmp_path / "bootstrap", *more)) == 0
     row = read_metrics(tmp_path / "bootstrap")[-1]
     assert np.isfinite(row["critic/vf_explained_var"])
@@ -64,10 +68,10 @@ def test_a_pass_of_its_own_gives_the_same_values(overrides, tmp_path, monkeypatc
 def test_two_processes_read_the_states_that_one_reads(overrides, tmp_path):
     for run, processes in (("one", 1), ("two", 2)):
         more = ("trainer.total_training_steps=2", f"trainer.n_gpus_per_node={processes}")
-        assert main(overrides(tmp_path / run, *PROBE, *more)) == 0
+        assert main(overrides(tmp_path / run, *AUTO, *more)) == 0
     one, two = (read_metrics(tmp_path / run)[-1] for run in ("one", "two"))
     assert one["critic/values/max"] > one["critic/values/min"]
-    for name in ("critic/values/mean", "critic/values/max", "critic/vf_loss", "actor/grad_norm"):
+    for name in ("critic/values/mean", "critic/values/max", "critic/vf_loss", "actor/grad_norm", "critic/lambda/variance"):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
 
 
@@ -100,9 +104,9 @@ def test_it_learns_from_the_features_that_it_predicts_by(overrides, tmp_path, mo
         seen.append(state_features(states, log_probs, mask, longest))
         return seen[-1]
 
-    def evidence(self, features, returns, mask):
+    def evidence(self, features, returns, mask, half):
         learnt.append(int(mask.sum()))
-        return record(self, features, returns, mask)
+        return record(self, features, returns, mask, half)
 
     record = ProbeCritic._evidence
     monkeypatch.setattr("valor.workers.probe.state_features", features)
@@ -195,3 +199,8 @@ def test_ranks_have_the_same_coefficients_as_one_alone(forks, tmp_path, shares):
 def test_what_contradicts_it_is_one_line(overrides, tmp_path, capsys):
     assert main(overrides(tmp_path / "run", "critic.kind=probe", "critic.ensemble_size=2")) == 2
     assert "critic.kind=probe is one regression" in capsys.readouterr().err
+    for more in ("critic.kind=model", "algorithm.adv_estimator=vtrace", "algorithm.gae_unit=turn"):
+        assert main(overrides(tmp_path / "run", *AUTO, more)) == 2
+        assert "algorithm.lam=auto reads the error of a critic in closed form" in capsys.readouterr().err
+    assert main(overrides(tmp_path / "run", *AUTO, "algorithm.adaptive_lam_alpha=0.1")) == 2
+    assert "each say what advantages are made of" in capsys.readouterr().err

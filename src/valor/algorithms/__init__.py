@@ -4,6 +4,7 @@
 
 from valor.algorithms import critic_gate, gae, group_relative, policy_gradient, reinforce, trust_regions, vtrace
 from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress
+from valor.algorithms.auto_lambda import advantage_errors, least_error_lambda
 from valor.algorithms.distillation import divergence, sampled_divergence
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics

@@ -91,9 +91,9 @@ class AlgorithmConfig(Section):
     """Python file with `phases(standard, config)`, which returns the list of phases of each training step."""
     gamma: Share = 1.0
     """Discount per token."""
-    lam: Share = key(1.0, _OF_REWARDS)
-    """GAE's lambda."""
-    lam_actor: Share = inherits(".lam", {**_OF_REWARDS, ".adaptive_lam_alpha=null": ""})
+    lam: Share | Literal["auto"] = key(1.0, _OF_REWARDS)
+    """GAE's lambda; auto, for critic.kind=probe: that of the least estimated error of advantages, in each step anew."""
+    lam_actor: Share | Literal["auto"] = inherits(".lam", {**_OF_REWARDS, ".adaptive_lam_alpha=null": ""})
     """Lambda of the advantages."""
     lam_critic: Share = inherits(".lam", {**_OF_REWARDS, "critic.kind=model": "a probe learns outcomes: lambda 1"})
     """Lambda of the critic's targets."""

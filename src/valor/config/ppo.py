@@ -65,7 +65,7 @@ class PPOConfig(Section):
         if get_at(tree, "critic.enable") is None:
             estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT[0]
             set_at(tree, "critic.enable", not cls.trains_policy or estimator in CRITIC_BY_DEFAULT)
-        if get_at(tree, "critic.kind") == "probe":
+        if get_at(tree, "critic.kind") == "probe" or get_at(tree, "algorithm.lam") == "auto":
             set_at(tree, "algorithm.lam_critic", 1.0)
         if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
             set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
@@ -316,6 +316,11 @@ class PPOConfig(Section):
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
         terms = ((actor.use_kl_loss, actor.kl_loss_type), (algorithm.use_kl_in_reward, algorithm.kl_penalty))
         return {kind for on, kind in terms if on}
+
+    @property
+    def measures_lambda(self) -> bool:
+        """Whether advantages have the lambda of the least estimated error."""
+        return self.algorithm.lam_actor == "auto"
 
     @property
     def needs_reference(self) -> bool:

@@ -1,13 +1,13 @@
 """Advantages of a batch: where the configuration's `algorithm` section meets the estimators."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.algorithms.scan import returns_to_go
+from valor.algorithms.scan import credit_policy_tokens, returns_to_go
 from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
 from valor.config import AlgorithmConfig, PPOConfig
@@ -15,6 +15,7 @@ from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.rewards.worker import NOT_GRADED, Sample
 from valor.trainer.old_log_probs import OldLogProbs
+from valor.workers.probe import VALUE_ERROR
 
 LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 # What an estimator may name beyond the common inputs, where the run has it.
@@ -58,6 +59,21 @@ def compute_advantages(
     return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
 
 
+def _least_error_lambda(
+    batch: Batch, values: Tensor, gamma: float, cut_off: Tensor | None, report: Callable[[str, float], None]
+) -> float:
+    """λ for this batch; responses whose end (`cut_off` [B]) or reward is not known say nothing about it."""
+    mask = batch["response_mask"] if cut_off is None else batch["response_mask"] * ~cut_off[:, None]
+    if "reward_missing" in batch:
+        mask = mask * ~batch["reward_missing"][:, None]
+    rewards = credit_policy_tokens(batch["token_level_rewards"], mask, "carry")
+    lam, bias, variance = algorithms.least_error_lambda(rewards, values, batch[VALUE_ERROR], mask, gamma)
+    report("critic/lambda", lam)
+    report("critic/lambda/bias_squared", bias)
+    report("critic/lambda/variance", variance)
+    return lam
+
+
 def _outcomes(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """[B, T] rewards to go: what a critic learns beside an estimator that compares samples and reads no values."""
     rewards, mask = batch["token_level_rewards"], batch["response_mask"]
@@ -82,6 +98,9 @@ def _inputs(
     if config.truncation_bootstrap:
         cut_off = [reason in CUT_OFF for reason in batch.objects["finish_reason"]]
         offered |= {"bootstrap_mask": torch.tensor(cut_off), "bootstrap_values": tensors["bootstrap_values"]}
+    if config.lam_actor == "auto":
+        cut_off = offered.get("bootstrap_mask")
+        offered["lam_actor"] = _least_error_lambda(batch, values, config.gamma, cut_off, offered["report"])
     if entry.capability.needs_components:
         keys, weights = (options.pop(option, None) for option in COMPONENTS)
         offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
@@ -93,7 +112,7 @@ def _inputs(
         "group_ids": batch.objects["uid"],
         "reward_baselines": tensors.get("reward_baselines"),
         "gamma": config.gamma,
-        "lam": config.lam,
+        "lam": 1.0 if config.lam == "auto" else config.lam,
         **{k: v for k, v in offered.items() if k in entry.options},
         **options,
     }
@@ -133,6 +152,8 @@ def targets_by_ranks(config: PPOConfig) -> dict[str, Any] | None:
     ):
         return None
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam, **offered_settings(algorithm), **algorithm.adv_kwargs}
+    if algorithm.lam_actor == "auto":  # the targets have a lambda of their own
+        settings |= {"lam": 1.0, "lam_actor": None}
     known = algorithms.ADVANTAGES["gae"].parameters
     return {name: value for name, value in settings.items() if name in known} | {"whitening": "none"}
 

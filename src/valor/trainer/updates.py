@@ -22,11 +22,11 @@ from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.prompt_templates import critic_rows
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
-from valor.workers.probe import POLICY_MASK
+from valor.workers.probe import HALF, POLICY_MASK
 from valor.workers.roles import critic_names
 
 _ROWS = (*ROW_FIELDS, IMAGES, "response_mask", "episode")
-_CRITIC_COLUMNS = (*_ROWS, "values", "returns", POLICY_MASK)
+_CRITIC_COLUMNS = (*_ROWS, "values", "returns", POLICY_MASK, HALF)
 _ACTOR_COLUMNS = (*_ROWS, ROUTES, "advantages", WEIGHTS, "positive")
 
 
@@ -112,7 +112,7 @@ class Updates:
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
         if role == "critic":  # without values the update makes its targets itself
-            names = _CRITIC_COLUMNS if "values" in batch else (*_ROWS, "token_level_rewards")
+            names = _CRITIC_COLUMNS if "values" in batch else (*_ROWS, "token_level_rewards", HALF)
             return [name for name in names if name in batch]
         names = [*(name for name in _ACTOR_COLUMNS if name in batch), *self._compared]
         names += ["turn_ids"] * ("turn_ids" in self._loss.parameters)
@@ -156,7 +156,7 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
-        self._targets = targets_by_ranks(config)
+        self._targets, self._measures_lambda = targets_by_ranks(config), config.measures_lambda
 
     def values_in_update(self, batch: Batch, step: int) -> bool:
         """Whether values and update of this step share a forward pass, the critic's ranks making the targets."""
@@ -167,7 +167,7 @@ class Critics:
         """`values` [B, T] of a batch that has `token_level_rewards`, as they are before its one update; the metrics of
         that update."""
         (name,) = self.names
-        (rows,) = self.updates.mini_batches("critic", critic_rows(batch), step)
+        (rows,) = self.updates.mini_batches("critic", self._halved(critic_rows(batch)), step)
         self.updates.skips.updating = True
         with phase("train critic", unit="micro-batch"):
             result = self.roles[name].update_with_values(rows, self._targets)
@@ -200,7 +200,7 @@ class Critics:
         """
         if self.config.frozen_at(step):
             return {"critic/frozen": 1.0}
-        batch = critic_rows(batch)
+        batch = self._halved(critic_rows(batch))
         batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
         metrics = []
         for member, name in enumerate(self.names):
@@ -208,6 +208,13 @@ class Critics:
             rows = batch.union(Batch({"values": batch[values]})) if values in batch else batch
             metrics.append(self.updates.run("critic", rows, step, member=member, last=last))
         return mean_over_updates(metrics) | {"critic/frozen": 0.0}
+
+    def _halved(self, batch: Batch) -> Batch:
+        """With the column by which a critic in closed form fits its samples twice, every second one each time."""
+        if not self._measures_lambda:
+            return batch
+        episodes = Episodes(batch)
+        return batch.union(Batch({HALF: episodes.spread(torch.arange(len(episodes.rows)) % 2)}))
 
 
 def compared_columns(config: PPOConfig) -> list[str]:

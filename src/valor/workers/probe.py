@@ -1,5 +1,6 @@
 """The critic in closed form: a ridge regression of returns on the policy's hidden states."""
 
+import math
 from collections.abc import Iterator
 from functools import reduce
 from operator import add
@@ -28,6 +29,8 @@ from valor.workers.model_role import longer_rows
 
 PROBE_FILE = "probe.safetensors"
 POLICY_MASK = "policy_mask"  # column [B, T]: 1 at all tokens of the policy
+VALUE_ERROR = "value_error"  # column [B, T]: as large as the error of a regression of half of the samples
+HALF = "half"  # column [B], 0 or 1: which of the two a sample is for
 _TOKENS = 8192  # of a part of a batch: the features of so many are in memory at a time
 _BLOCK = 256  # rows of a matrix that ranks exchange at a time
 
@@ -44,7 +47,7 @@ class ProbeCritic:
         self._states_of: Any = context.roles["actor" if probe.states == "policy" else "ref"]
         self._device = context.device if context.device.type == "cuda" else torch.device("cpu")  # has float64
         self._projection, self._longest = StateProjection(probe.features), config.data.max_response_length
-        self._fit = OnlineRidge(probe.forgetting)
+        self._fit, *self._halves = (OnlineRidge(probe.forgetting) for _ in range(1 + 2 * config.measures_lambda))
         if probe.path is not None:
             self._read(Path(probe.path))
 
@@ -52,15 +55,16 @@ class ProbeCritic:
     def data_parallel_rank(self) -> int:
         return self._states_of.data_parallel_rank
 
-    @Dispatch("dp", reads=(*ROW_FIELDS, "response_mask"), stays=("values",))
+    @Dispatch("dp", reads=(*ROW_FIELDS, "response_mask"), stays=("values", VALUE_ERROR))
     def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
-        """`values` [B, T], 0 before the first update. with_end: also `bootstrap_values` [B], after the last token."""
+        """`values` [B, T], 0 before the first update, and with `algorithm.lam=auto` their `value_error`. with_end: also
+        `bootstrap_values` [B], after the last token."""
         rows, mask = model_rows(batch), batch["response_mask"]
         longer, mask = (longer_rows(rows), functional.pad(mask, (0, 1))) if with_end else (rows, mask)
-        values = torch.zeros(longer["responses"].shape)
+        outputs = self._outputs(longer)
         for part, features in self._features(longer, mask):
-            values[part] = self._fit.predict(features).float().cpu()
-        return Batch(state_values({"values": values}, rows, with_end=with_end))
+            self._predict(features, part, outputs)
+        return Batch(state_values(outputs, rows, with_end=with_end))
 
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -70,25 +74,25 @@ class ProbeCritic:
         """
         mask = batch["response_mask"]
         parts = [
-            self._evidence(features, batch["returns"][part], mask[part])
+            self._evidence(features, batch["returns"][part], mask[part], batch.tensors.get(HALF, mask)[part])
             for part, features in self._features(model_rows(batch), batch.tensors.get(POLICY_MASK, mask))
         ]
-        return self._fit.learn(self._over_ranks(Evidence.total(parts)))
+        return self._learn(parts)
 
-    @Dispatch("dp", stays=("values",))
+    @Dispatch("dp", stays=("values", VALUE_ERROR))
     def update_with_values(self, batch: Batch, options: dict[str, Any]) -> Batch:
         """`update` whose forward pass also gives the `values` [B, T], and whose targets are GAE's, as in
         CriticWorker."""
-        parts, values = list[Evidence](), torch.zeros(batch["responses"].shape)
+        parts, outputs = list[list[Evidence]](), self._outputs(batch)
         for part, features in self._features(model_rows(batch), batch["response_mask"]):
             mask = batch["response_mask"][part]
-            values[part] = self._fit.predict(features).float().cpu() * (mask != 0)
-            present = {"values": values[part], "response_mask": mask}
+            self._predict(features, part, outputs)
+            outputs["values"][part] *= mask != 0
+            present = {"values": outputs["values"][part], "response_mask": mask}
             rewards = batch["token_level_rewards"][part]
             _, returns = algorithms.compute_advantages("gae", rewards=rewards, **present, **options)
-            parts.append(self._evidence(features, returns, mask))
-        metrics = self._fit.learn(self._over_ranks(Evidence.total(parts)))
-        return Batch({"values": values}, meta={"metrics": metrics})
+            parts.append(self._evidence(features, returns, mask, batch.tensors.get(HALF, mask)[part]))
+        return Batch(outputs, meta={"metrics": self._learn(parts)})
 
     @Dispatch("all")
     def save(self, directory: Path) -> None:
@@ -96,7 +100,7 @@ class ProbeCritic:
         if dist.get_rank() == 0:
             with disk_errors(directory):
                 directory.mkdir(parents=True, exist_ok=True)
-                save_file({name: x.cpu().contiguous() for name, x in self._fit.state.items()}, directory / PROBE_FILE)
+                save_file({name: x.cpu().contiguous() for name, x in self._state().items()}, directory / PROBE_FILE)
         dist.barrier()
 
     @Dispatch("all")
@@ -106,7 +110,7 @@ class ProbeCritic:
 
     @Dispatch("all", light=True)
     def checkpoint_bytes(self) -> int:
-        return 8 * (4 * self._projection.size) ** 2
+        return 8 * (4 * self._projection.size) ** 2 * (1 + len(self._halves))
 
     @Dispatch("all")
     def export(self, directory: Path) -> None:
@@ -130,9 +134,32 @@ class ProbeCritic:
                 )
             yield part, features
 
-    def _evidence(self, features: Tensor, returns: Tensor, mask: Tensor) -> Evidence:
-        where = mask.to(self._device) > 0
-        return self._fit.evidence(features[where], returns.to(self._device)[where])
+    def _outputs(self, rows: Batch) -> dict[str, Tensor]:
+        shape = rows["responses"].shape
+        return {name: torch.zeros(shape) for name in ("values", *[VALUE_ERROR] * bool(self._halves))}
+
+    def _predict(self, features: Tensor, part: slice, outputs: dict[str, Tensor]) -> None:
+        outputs["values"][part] = self._fit.predict(features).float().cpu()
+        if self._halves:
+            first, second = (fit.predict(features) for fit in self._halves)
+            outputs[VALUE_ERROR][part] = ((first - second) / math.sqrt(2)).float().cpu()
+
+    def _evidence(self, features: Tensor, returns: Tensor, mask: Tensor, half: Tensor) -> list[Evidence]:
+        """Of each regression."""
+        where, half, y = mask.to(self._device) > 0, half.to(self._device), returns.to(self._device)
+        samples = [where, *(where & (half == number)[:, None] for number in range(len(self._halves)))]
+        fits = zip((self._fit, *self._halves), samples, strict=True)
+        return [fit.evidence(features[chosen], y[chosen]) for fit, chosen in fits]
+
+    def _learn(self, parts: list[list[Evidence]]) -> dict[str, float]:
+        """Refit from the parts of a batch; metrics are of the regression that gives the values."""
+        fits = zip((self._fit, *self._halves), zip(*parts, strict=True), strict=True)
+        metrics, *_ = [fit.learn(self._over_ranks(Evidence.total(of_fit))) for fit, of_fit in fits]
+        return metrics
+
+    def _state(self) -> dict[str, Tensor]:
+        halves = enumerate(self._halves, 1)
+        return self._fit.state | {f"half_{k}.{name}": x for k, fit in halves for name, x in fit.state.items()}
 
     def _over_ranks(self, seen: Evidence) -> Evidence:
         """The sum over the shares of a batch, in their order."""
@@ -160,4 +187,8 @@ class ProbeCritic:
         file = directory / PROBE_FILE
         if not file.is_file():
             raise UserError(f"'{directory}' holds no {PROBE_FILE}: give the folder `huggingface/critic` of such a run")
-        self._fit.state = {name: x.to(self._device) for name, x in load_file(file).items()}
+        state = {name: x.to(self._device) for name, x in load_file(file).items()}
+        for number, fit in enumerate((self._fit, *self._halves)):
+            prefix = f"half_{number}." * (number > 0)
+            names = [name for name in state if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+            fit.state = {name.removeprefix(prefix): state[name] for name in names}

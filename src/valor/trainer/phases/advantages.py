@@ -21,10 +21,11 @@ from valor.trainer.advantage import (
     offered_settings,
 )
 from valor.trainer.phases.base import Metrics, Phase, of_rows, option_mistakes, where_true
+from valor.workers.probe import VALUE_ERROR
 
 _READS_IF_THERE = """
     finish_reason reward_info episode reward_baselines progress reward_missing turn_ids values branch_mask
-    branch_values bootstrap_values
+    branch_values bootstrap_values value_error
 """
 
 
@@ -122,6 +123,12 @@ def _estimator(config: PPOConfig) -> Iterator[str]:
             and not value_is_reward
             and (algorithm.truncation_bootstrap or algorithm.reads_end_value)
         ),
+        "algorithm.lam=auto reads the error of a critic in closed form, for advantages of tokens by gae: set "
+        "critic.kind=probe, with gae and gae_unit=token, or lam to a number": config.measures_lambda
+        and not (config.has_probe and algorithm.adv_estimator == "gae" and algorithm.gae_unit == "token"),
+        "algorithm.lam=auto and adaptive_lam_alpha, lam_positions or reward_source=critic each say what advantages are "
+        "made of: drop one": config.measures_lambda
+        and (algorithm.adaptive_lam_alpha is not None or "lam_positions" in algorithm.adv_kwargs or value_is_reward),
         "algorithm.truncated_responses=bootstrap is for rewards by rule: drop it": (
             value_is_reward and algorithm.truncation_bootstrap
         ),
@@ -172,7 +179,7 @@ def _trial(config: PPOConfig) -> Iterator[str]:
     """Options that contradict each other, found by using them on one token. UserError: the estimator refuses them."""
     algorithm, x = config.algorithm, torch.ones(1, 1)
     columns = dict.fromkeys(("token_level_rewards", "response_mask", "values", *LOG_PROBS), x)
-    columns |= {"turn_ids": x.long(), "bootstrap_values": x[0]}
+    columns |= {"turn_ids": x.long(), "bootstrap_values": x[0], VALUE_ERROR: x}
     try:
         compute_advantages(Batch(columns, {"uid": ["a"], "finish_reason": ["stop"]}), algorithm)
     except TypeError as error:  # a text where a number belongs

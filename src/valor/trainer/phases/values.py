@@ -9,7 +9,7 @@ from valor.tracking.progress import phase
 from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.phases.base import Metrics, Phase, where_true
 from valor.trainer.prompt_templates import CRITIC_PROMPTS
-from valor.workers.probe import POLICY_MASK
+from valor.workers.probe import POLICY_MASK, VALUE_ERROR
 from valor.workers.roles import critic_names
 
 CRITIC_IS_UPDATED = "critic_is_updated"  # in a batch's meta: the step's update has given the values
@@ -29,6 +29,7 @@ class Values(Phase):
         self.with_end = config.algorithm.truncation_bootstrap
         adds = ["values", *(f"values/{name}" for name in members if len(members) > 1)]
         adds += ["bootstrap_values"] * self.with_end + [POLICY_MASK] * config.has_probe
+        adds += [VALUE_ERROR] * config.measures_lambda
         self.adds = frozenset(adds)
 
     @classmethod
