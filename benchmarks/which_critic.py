@@ -46,6 +46,7 @@ ARMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "PPO, replay": ({}, WITH_REPLAY),
     "PPO, anchored": ({"critic.target": "anchored"}, OWN_RETURNS),
     "closed form": ({"critic.kind": "probe"}, CLOSED_FORM),
+    "closed form, λ auto": ({"critic.kind": "probe", "algorithm.lam": "auto"}, WITHOUT_CRITIC),
     "closed form, residual": ({"critic.kind": "probe", "critic.target": "residual"}, CLOSED_FORM),
     "exact values": (
         {"critic.kind": "probe", "algorithm.phases_path": str(EXACT)},
