@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from valor.agents.episode import EpisodeFailed
-from valor.agents.formats import BUILT_IN, FORMATS, Format, Parsed, Schema, ToolCall
+from valor.agents.formats import BUILT_IN, FORMATS, OF_TOKENS, Format, Parsed, Schema, ToolCall
 from valor.data.images import IMAGES, PLACEHOLDER, ImageFiles, image_files, parse_images, with_images, with_parts
 from valor.data.messages import kind_of, with_calls
 from valor.data.prompts import render
@@ -26,6 +26,15 @@ _HIDDEN = "\ue000{}\ue001"  # around the bytes, in hexadecimal, of a text that m
 _HIDDEN_TEXT = re.compile("\ue000((?:[0-9a-f]{2})+)\ue001")
 _ANSWER = "\ue000\ue001"  # in the place of an answer
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+
+
+def format_of(tokenizer: Any, call: str | None) -> str | None:
+    """The format that reads a call of `PROBE` as the template writes it. Where it writes none, or JSON without tags (so
+    does vLLM's for Phi-4-mini, and asks for another form), by the tokenizer's tokens, else hermes."""
+    fitting = [name for name, read in BUILT_IN.items() if call and read(call, ()) == ([ToolCall(PROBE, {})], "")]
+    if call is None or call.startswith("{"):
+        fitting = [name for token, name in OF_TOKENS.items() if token in tokenizer.get_added_vocab()] or fitting
+    return fitting[0] if fitting else None if call else "hermes"
 
 
 class Chat:
@@ -56,16 +65,15 @@ class Chat:
 
     @property
     def format(self) -> Format:
-        """The format of calls: hermes for a template that writes none. UserError: no format reads what it writes."""
+        """The format of calls. UserError: no format reads what the template writes."""
         if self._format is None:
             call = written_call(self.tokenizer, self._template_kwargs)
-            fitting = [read for read in BUILT_IN if call and read(call, ()) == ([ToolCall(PROBE, {})], "")]
-            self._format = fitting[0] if fitting else None if call else FORMATS["hermes"]
-        if self._format is None:
-            written = f"the chat template writes tool calls that no format reads with certainty ({call!r:.150})"
-            raise UserError(
-                f"{written}: set rollout.multi_turn.format to one of {', '.join(FORMATS)}, or to one of yours"
-            )
+            if (name := format_of(self.tokenizer, call)) is None:
+                written = f"the chat template writes tool calls that no format reads with certainty ({call!r:.150})"
+                raise UserError(
+                    f"{written}: set rollout.multi_turn.format to one of {', '.join(FORMATS)}, or to one of yours"
+                )
+            self._format = FORMATS[name]
         return self._format
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed:

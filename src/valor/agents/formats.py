@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
+from valor.agents.nearly_json import PYTHON, NearlyJSON, gemma
 from valor.algorithms.registry import Named
 
 Schema = Mapping[str, Any]
@@ -263,6 +264,19 @@ def _unquoted(head: str, key: tuple[str, str, str], after: str, close: str, shap
     return _Syntax(read, end, exact=False)
 
 
+def _nearly_json(language: NearlyJSON, begin: str, close: str, around: str = "(?!)") -> Format:
+    body = re.compile(rf"(?>{language.text}|(?!{re.escape(close)}).)*+(?={re.escape(close)})", re.DOTALL)
+
+    def read(calls: str, _: Sequence[Schema] = ()) -> list[Call]:
+        try:
+            return _json_calls(language.as_json(calls))
+        except ValueError:
+            return [BadCall(calls, f"it must be {language.shape}")]
+
+    syntax = _Syntax(read, lambda text, at: match.end() if (match := body.match(text, at)) else None)
+    return partial(_parse_tagged, begin, close, around, syntax)
+
+
 def _typed(key: str, text: str, check: Draft202012Validator) -> Any:
     """A value written without quotes: what JSON makes of it, or the text; the first that the schema takes, else the one
     with fewer errors, so that the check of the arguments says which."""
@@ -323,6 +337,8 @@ _HARMONY = _headed(rf".*?to=(?:functions\.)?{_NAME}.*?<\|message\|>", "to=functi
 _ARGS = _headed(rf"{_NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", "NAME[ARGS]")
 _ARGUMENTS = "(?:parameters|arguments)"
 _LLAMA = rf'<\|python_tag\|>|(?=\{{\s*"(?:(?:type|name)"\s*:.{{0,999}}"{_ARGUMENTS}|{_ARGUMENTS}"\s*:.*"name)"\s*:)'
+_GEMMA4 = _nearly_json(gemma('<|"|>'), "<|tool_call>", "<tool_call|>", r"<\|tool_response>\Z")
+_PHI = r"(?:<\|tool_call\|>|functools(?=\s*\[\s*\{))"
 
 parse_hermes = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _JSON)
 parse_qwen3_coder = partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _CODER)
@@ -349,16 +365,34 @@ def parse_mistral(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
     return _parse_open(re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\s*\[TOOL_CALLS\]"), syntax, text, schemas)
 
 
+@register_format("phi4_mini")
+def parse_phi(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
+    """`<|tool_call|>[{...}]<|/tool_call|>`, or `functools[{...}]`, as vLLM's template asks for."""
+    calls, content = _parse_open(re.compile(_PHI), re.compile(rf"\s*(?:<\|/tool_call\|>)?\s*{_PHI}"), _JSON, text)
+    return Parsed(calls, content.replace("<|/tool_call|>", "").strip())
+
+
+@register_format("gemma4")
+def parse_gemma4(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
+    """`<|tool_call>call:NAME{NAME:VALUE}<tool_call|>`, behind a thought between `<|channel>` and `<channel|>`."""
+    return _GEMMA4(text.replace("<|channel>", _THINK).replace("<channel|>", _END_THINK), schemas)
+
+
 FORMATS |= {
     "hermes": parse_hermes,
     "qwen3_coder": parse_qwen3_coder,
     "llama3_json": partial(
         _parse_open, re.compile(_LLAMA, re.DOTALL), re.compile(r"[\s;]*(?:<\|python_tag\|>\s*)?(?=\{)"), _JSON
     ),
-    "glm": partial(_parse_tagged, "<tool_call>", "</tool_call>", "(?!)", _GLM),
+    "lfm2": _nearly_json(PYTHON, "<|tool_call_start|>", "<|tool_call_end|>"),
+    "functiongemma": _nearly_json(
+        gemma("<escape>"), "<start_function_call>", "<end_function_call>", r"<start_function_response>\Z"
+    ),
+    "glm": partial(_parse_tagged, "<tool_call>", "</tool_call>", r"<\|observation\|>\Z", _GLM),
     "minimax": partial(_parse_tagged, "<invoke name=", "</invoke>", "</?minimax:tool_call>", _MINIMAX),
     "kimi": partial(_parse_tagged, "<|tool_call_begin|>", "<|tool_call_end|>", r"<\|tool_calls_section_\w+\|>", _KIMI),
     "deepseek_v3": partial(_parse_tagged, _TOOL("call▁begin"), _TOOL("call▁end"), _TOOL(r"calls▁\w+"), _DEEPSEEK),
 }
-BUILT_IN = tuple(FORMATS.values())
+BUILT_IN = dict(FORMATS)
+OF_TOKENS = {"<|tool_call_start|>": "lfm2", "<|tool_call|>": "phi4_mini"}  # whose templates leave calls out
 FORMATS |= {"glm45": FORMATS["glm"], "kimi_k2": FORMATS["kimi"], "minimax_m2": FORMATS["minimax"]}  # as in vLLM

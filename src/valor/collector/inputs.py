@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from valor.agents.agents import Agents
+from valor.agents.chat import format_of
 from valor.agents.episode import with_text
 from valor.agents.formats import FORMATS, ToolCall
 from valor.agents.taskset import taskset_of_run
@@ -193,7 +194,8 @@ def _ask_format(tokenizer: Any, config: PPOConfig) -> None:
     call = written_call(tokenizer, config.data.apply_chat_template_kwargs)
     if name == "auto":
         if call is None:
-            logger.warning("the chat template writes no tool calls: they are read as rollout.multi_turn.format=hermes")
+            read = f"rollout.multi_turn.format={format_of(tokenizer, None)}"
+            logger.warning("the chat template writes no tool calls: they are read as %s", read)
     elif call is not None and not any(isinstance(one, ToolCall) for one in FORMATS[name](call, ()).calls):
         key, advice = f"rollout.multi_turn.format={name}", "take another format, or register one of your own"
         logger.warning(

@@ -260,6 +260,19 @@ def _bare(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
+GEMMA_QUOTE = '<|"|>'
+
+
+def _gemma(value, quote):
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, list):
+        return f"[{','.join(_gemma(part, quote) for part in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_gemma(part, quote)}' for key, part in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)  # None as Jinja writes it
+
+
 DEEPSEEK = "<\uff5ctool▁{}\uff5c>".format
 WRITTEN_BY = {  # how each family writes calls: the text of some, and of one between others
     "llama3_json": (lambda name, arguments: json.dumps({"name": name, "parameters": arguments}), "{}", "; "),
@@ -306,6 +319,26 @@ WRITTEN_BY = {  # how each family writes calls: the text of some, and of one bet
         "<minimax:tool_call>\n{}</minimax:tool_call>",
         "",
     ),
+    "lfm2": (
+        lambda name, arguments: f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})",
+        "<|tool_call_start|>[{}]<|tool_call_end|>",
+        ", ",
+    ),
+    "gemma4": (
+        lambda name, arguments: f"<|tool_call>call:{name}{_gemma(arguments, GEMMA_QUOTE)}<tool_call|>",
+        "{}<|tool_response>",
+        "",
+    ),
+    "functiongemma": (
+        lambda name, arguments: f"<start_function_call>call:{name}{_gemma(arguments, '<escape>')}<end_function_call>",
+        "{}<start_function_response>",
+        "",
+    ),
+    "phi4_mini": (
+        lambda name, arguments: f"<|tool_call|>[{json.dumps({'name': name, 'arguments': arguments})}]<|/tool_call|>",
+        "{}",
+        "",
+    ),
 }
 TAKEN = [
     {},
@@ -339,6 +372,11 @@ def test_calls_as_a_family_of_models_writes_them(name):
 
 
 SEP = DEEPSEEK("sep")
+PHI = '{"name": "g", "parameters": {}}'
+PYTHON_CALL = ToolCall("f", {"a": "it's", "b": -1500.0, "c": None, "d": {"e": True}})
+PYTHON_CALLS = [ToolCall("f", {"a": "x\ny", "b": "\\d'\n"}), ToolCall("g", {"class": [1, "a"]})]
+GEMMA_ARGUMENTS = {"x": 1, "call": {"a": 1}}
+_lfm2 = "<|tool_call_start|>{}<|tool_call_end|>".format
 LIST = '[{"name": "f", "arguments": {"x": "[TOOL_CALLS]"}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]'
 
 
@@ -365,6 +403,26 @@ LIST = '[{"name": "f", "arguments": {"x": "[TOOL_CALLS]"}}, {"name": "g", "argum
         ),
         ("kimi_k2", "<|tool_call_begin|>f:1<|tool_call_argument_begin|><|tool_call_end|>", [ToolCall("f", {})], ""),
         ("glm45", "<tool_call>f</tool_call>", [ToolCall("f", {})], ""),
+        ("glm45", "<tool_call>f\n</tool_call><|observation|>", [ToolCall("f", {})], ""),
+        ("lfm2", _lfm2("""f(a="it's", b=-1.5e3, c=None, d={"e": true})"""), [PYTHON_CALL], ""),
+        ("lfm2", _lfm2("[f(a='x\ny', b='\\d\\'\\n'), g(class=[1, 'a'])]"), PYTHON_CALLS, ""),
+        ("lfm2", _lfm2('[{"name": "f", "arguments": {"x": "\\u00e9"}}]'), [ToolCall("f", {"x": "é"})], ""),
+        ("gemma4", "<|channel>thought\n<|tool_call>call:g{}<tool_call|><channel|>It is 4.", [], "It is 4."),
+        ("gemma4", '<|tool_call>call:f{<|"|>x<|"|>:1,call:{a:1}}<tool_call|>', [ToolCall("f", GEMMA_ARGUMENTS)], ""),
+        (
+            "phi4_mini",
+            f'functools[{{"name": "f", "arguments": {{}}}}, {PHI}]',
+            [ToolCall("f", {}), ToolCall("g", {})],
+            "",
+        ),
+        (
+            "phi4_mini",
+            f"<|tool_call|>{PHI}<|/tool_call|>\n<|tool_call|>{PHI}<|/tool_call|>",
+            [ToolCall("g", {})] * 2,
+            "",
+        ),
+        ("phi4_mini", f"<|tool_call|>[{PHI}]", [ToolCall("g", {})], ""),
+        ("phi4_mini", "functools[0] of Python", [], "functools[0] of Python"),
     ],
 )
 def test_other_ways_in_which_a_family_writes_calls(name, text, calls, content):
@@ -383,6 +441,17 @@ def test_other_ways_in_which_a_family_writes_calls(name, text, calls, content):
         ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "it must be NAME, then only <arg_key>"),
         ("minimax", '<invoke name="f"><x></invoke>', 'it must be <invoke name="NAME">'),
         ("kimi", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "it must be functions.NAME:N"),
+        ("lfm2", _lfm2("[f(x=g())]"), "it must be [NAME(NAME=VALUE, ...)], as in Python"),
+        ("lfm2", _lfm2("[f('x')]"), "it must be [NAME("),
+        ("lfm2", _lfm2("[f(x='it's')]"), "it must be [NAME("),
+        ("lfm2", _lfm2("[f(x='\\x1')]"), "it must be [NAME("),
+        ("lfm2", _lfm2("[f(x=1, x=2)]"), '"x" is there twice'),
+        (
+            "gemma4",
+            '<|tool_call>call:f{x:<|"|>y}<tool_call|>',
+            "it must be call:NAME{NAME:VALUE,...}, with texts between",
+        ),
+        ("gemma4", "<|tool_call>call:f{x:y}<tool_call|>", "it must be call:NAME{"),
         ("deepseek_v3", f"{DEEPSEEK('call▁begin')}f{{}}{DEEPSEEK('call▁end')}", "it must be function"),
     ],
 )
@@ -391,7 +460,7 @@ def test_a_bad_call_of_a_family_has_a_reason(name, text, reason):
     assert isinstance(call, BadCall) and call.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("read", BUILT_IN)
+@pytest.mark.parametrize("read", BUILT_IN.values())
 @pytest.mark.parametrize("text", ["\n", '{"name": "f" ', "</think>"])
 def test_a_policy_that_repeats_itself_is_read_in_the_time_of_its_text(read, text):
     """Else its turn would hold up all episodes of the process for minutes."""
