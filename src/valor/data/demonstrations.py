@@ -14,6 +14,7 @@ import torch
 from valor.config import SFTDataConfig
 from valor.data.batch import Batch, pad_rows, text_rows
 from valor.data.files import read_records
+from valor.data.images import refuse_unread
 from valor.data.messages import parse_messages, row_options
 from valor.data.prompts import Fits, Spans, render, token_owners, tokenized, truncated
 from valor.data.sampler import SUBSET_STREAM, subset
@@ -66,6 +67,9 @@ class DemonstrationDataset(Sequence[Demonstration]):
         for where, record in (records[i] for i in numbers):
             options = data.apply_chat_template_kwargs | row_options(record, where)
             chat, learnt = chat_of(record, where, data)
+            refuse_unread(
+                [name for name in record if record[name]], chat, where, "this command reads text, leave the row out"
+            )
             parts |= parts_of([chat]) | ({"tools"} if "tools" in options else set())
             rows += [(where, row) for row in _rows(tokenizer, chat, learnt, where, options) or [("", [])]]
         pairs = [records[i][1] for i in numbers if data.messages_key not in records[i][1]]

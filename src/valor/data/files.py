@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from valor.config import DataConfig
-from valor.data.images import Source, parse_images
+from valor.data.images import PLACEHOLDER, Source, parse_images, refuse_unread
 from valor.data.messages import ROW_OPTIONS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.data.plain_rows import QUESTIONS, TRUTHS, is_plain, read_plain
 from valor.errors import UserError, did_you_mean
@@ -74,15 +74,16 @@ def _prompt_records(path: str | Path, data: DataConfig) -> Iterator[tuple[str, d
         columns = _parquet_columns(file)
     else:
         columns = next((record.keys() for _, record in _json_records(file, ())), ())
-    images = () if data.image_key is None else (data.image_key,)
-    if not is_plain(columns, *keys):
-        yield from read_records(path, (*keys, "reward_model", *images), OPTIONAL_COLUMNS)
-        return
-    for where, record in read_records(path, images, None):
+    images, plain = () if data.image_key is None else (data.image_key,), is_plain(columns, *keys)
+    needed = images if plain else (*keys, "reward_model", *images)
+    for where, record in read_records(path, needed, None if plain else OPTIONAL_COLUMNS):
         try:
-            yield where, read_plain(record, *keys) | {name: record.get(name) for name in images}
+            row = read_plain(record, *keys) if plain else record
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        if not images:
+            refuse_unread(columns, row[data.prompt_key], where, "set data.image_key={column}, or leave the column out")
+        yield where, row | {name: record.get(name) for name in images}
 
 
 def _parquet_columns(file: Path) -> Collection[str]:
@@ -169,7 +170,7 @@ def parse_row(record: Mapping[str, Any], where: str, data: DataConfig = _USUAL) 
         raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {kind_of(agent)}")
     return DataRow(
         where=where,
-        messages=parse_messages(record.get(data.prompt_key), where, data.prompt_key),
+        messages=parse_messages(record.get(data.prompt_key), where, data.prompt_key, image=data.image_key and PLACEHOLDER),
         data_source=source,
         ground_truth=truth,
         style=str(reward_model.get("style") or "rule"),

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,15 @@ def _from_text(text: str, folder: Path, where: str) -> Source:
         f"{where}: there is no file '{text[:200]}': correct the path (base64 is read behind data:image/png;base64, and "
         "what has an address on the web has to be saved first), or leave the row out"
     )
+
+
+def refuse_unread(columns: Collection[str], prompt: Any, where: str, advice: str) -> None:
+    """UserError: a prompt has the place of an image, from a column of these that a reader of text leaves out. `advice`
+    may have {column}."""
+    column = next((name for name in ("images", "image") if name in columns), None)
+    if column and any(place in str(prompt) for place in (PLACEHOLDER, "'type': 'image'")):
+        advice = advice.format(column=column)
+        raise UserError(f"{where}: an image is to stand in the text, and its column '{column}' is not read: {advice}")
 
 
 def in_parts(messages: Messages, count: int, where: str) -> list[dict[str, Any]]:

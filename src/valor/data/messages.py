@@ -25,12 +25,12 @@ _CALLED |= {role: role for role in ("system", "developer", "user", "assistant", 
 
 
 def parse_messages(
-    value: Any, where: str, name: str, text_role: str | None = None, system: Any = None
+    value: Any, where: str, name: str, text_role: str | None = None, system: Any = None, image: str | None = None
 ) -> list[dict[str, Any]]:
     """The column `name` of a record as messages. Text is read by `as_messages`; if there is no role, it lists some.
 
-    A message's null fields are left out, its content in parts of text is joined, and calls are as `with_calls` has
-    them. UserError: no list of messages with `role` and `content`.
+    A message's null fields are left out, its content in parts of text is joined, with the text `image` for each part
+    {"type": "image"}, and calls are as `with_calls` has them. UserError: no list of messages with `role` and `content`.
     """
     if not isinstance(value, str) or text_role is not None or _LISTED.match(value):
         try:
@@ -49,11 +49,14 @@ def parse_messages(
         if not isinstance(raw, Mapping):
             raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {kind_of(raw)}")
         message = with_calls(_without_nulls(raw), where, name)
-        if (parts := message.get("content")) and isinstance(parts, list) and all(map(_is_text, parts)):
-            message["content"] = "".join(part["text"] for part in parts)
+        if (parts := message.get("content")) and isinstance(parts, list):
+            texts = [_text_of(part, image) for part in parts]
+            message["content"] = parts if None in texts else "".join(filter(None, texts))
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 has = "" if key in raw else f" (it has {', '.join(map(str, raw))}: rename them)"
+                if key in raw and isinstance(raw[key], list):
+                    has = ': an image is {"type": "image"} here, and stands in the column that data.image_key names'
                 raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}{has}")
         if (usual := _CALLED.get(message["role"].lower(), message["role"])) != message["role"]:
             raise UserError(f"{where}: the role of message {i} is '{message['role']}': templates call it '{usual}'")
@@ -177,8 +180,13 @@ def _from_json(value: Any, where: str, name: str) -> Any:
     return parsed
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _text_of(part: Any, image: str | None) -> str | None:
+    """The text of a part of a message, or `image` where an image of another column is to stand; None: it is neither."""
+    if not isinstance(part, Mapping):
+        return None
+    if part.get("type") == "image" and all(part[key] is None for key in part.keys() - {"type", "text"}):
+        return image
+    return part["text"] if part.get("type") == "text" and isinstance(part.get("text"), str) else None
 
 
 def _has_half(value: Any) -> bool:

@@ -15,6 +15,7 @@ from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch, text_rows
 from valor.data.files import read_records
+from valor.data.images import refuse_unread
 from valor.data.messages import kind_of, parse_messages, row_options, transcript_turns
 from valor.data.prompts import Fits, tokenized
 from valor.data.reward_texts import Encoded, RewardTexts
@@ -189,6 +190,9 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         )
     if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
+    refuse_unread(
+        [name for name in record if record[name]], questions[0], where, "this command reads text, leave the row out"
+    )
     margin = record.get(data.margin_key) if data.margin_key is not None else None
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and 0 <= margin < math.inf
     if not is_number and (margin is not None or data.margin_key not in (None, _MARGIN)):

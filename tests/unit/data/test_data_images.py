@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_vision import IMAGE, make_model, picture
 from valor.collector.inputs import load_images
 from valor.config import DataConfig
+from valor.data.files import read_rows
 from valor.data.images import CONTENT, ImageFiles, in_parts, parse_images, shown_images
 from valor.data.prompts import PromptDataset
 from valor.errors import UserError
@@ -106,6 +107,33 @@ def test_a_run_on_text_has_no_images(tmp_path: Path, processor: Any) -> None:
     data = DataConfig(train_files=[str(tmp_path / "rows.parquet")], seed=0)
     prompts = PromptDataset(data, processor.tokenizer)
     assert prompts[0].images is None and len(prompts) == 1
+
+
+PARTS = [{"type": "text", "text": "a "}, {"type": "image", "text": None}, {"type": "text", "text": " b"}]
+
+
+def test_a_part_of_a_message_is_the_place_of_an_image(tmp_path: Path, processor: Any) -> None:
+    """As TRL's data sets and OpenAI's protocol have it; parquet files give each part the keys of all."""
+    by_parts, by_text = (dataset(tmp_path, processor, [row(x, [picture(8, 8, 0)])])[0] for x in (PARTS, "a <image> b"))
+    assert by_parts.prompt_ids == by_text.prompt_ids and by_parts.images == by_text.images
+    with pytest.raises(
+        UserError, match=r'image is \{"type": "image"\} here, and stands in the column that data.image_key'
+    ):
+        dataset(tmp_path, processor, [row([{"type": "image", "image": "a.png"}], [picture(8, 8, 0)])])
+
+
+@pytest.mark.parametrize("content", ["<image>what", PARTS])
+@pytest.mark.parametrize("name", ["images", "image"])
+def test_images_that_a_reader_of_text_would_leave_out_are_told(tmp_path: Path, content: Any, name: str) -> None:
+    prompt = [{"role": "user", "content": content}]
+    rows = [{"prompt": prompt, name: [{"bytes": b"x"}], "answer": "1"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=f"column '{name}' is not read: set data.image_key={name}, or leave the column"):
+        read_rows(tmp_path / "rows.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{**rows[0], "prompt": [{"role": "user", "content": "what"}]}]), tmp_path / "a.parquet"
+    )
+    assert len(read_rows(tmp_path / "a.parquet")) == 1
 
 
 @pytest.mark.parametrize(

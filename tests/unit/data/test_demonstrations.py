@@ -147,6 +147,10 @@ def test_calls_and_tools_are_shown_as_the_template_wants_them(kind: str, as_text
         ({"messages": CHAT[:2], "tools": ["search"]}, "'tools' must be a list of function schemas"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "'content' of message 1 must be text"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": "a", "tool_calls": ["f"]}]}, "refuses these messages"),
+        (
+            {"messages": [{"role": "user", "content": "<image>?"}, CHAT[1]], "images": ["a.png"]},
+            "this command reads text",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(columns: dict[str, Any], words: str, tmp_path: Path) -> None:

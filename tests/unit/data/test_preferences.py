@@ -151,6 +151,7 @@ def test_a_column_margin_is_read_as_trl_does(tmp_path, caplog):
         ({**PAIR, "chat_template_kwargs": 3}, {}, "'chat_template_kwargs' must be a dictionary"),
         ({**PAIR, "chosen": "a\ud83d"}, {}, "'chosen' has half of a surrogate pair"),
         ({"prompt": "Why?", "chosen": "So."}, {}, "column 'rejected' missing"),
+        ({**PAIR, "prompt": "<image>Why?", "image": "a.png"}, {}, "its column 'image' is not read: this command reads"),
         ({"chosen": "So.", "rejected": "No."}, {}, "there is no prompt"),
         ({**PAIR, "chosen": [USER]}, {}, "'chosen' must end with an assistant message"),
         ({**PAIR, "chosen": 3}, {}, "'chosen' must be text, or a list of messages"),
