@@ -63,9 +63,10 @@ class DemonstrationDataset(Sequence[Demonstration]):
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         rows: list[tuple[str, tuple[str, Spans]]] = []
-        parts, end = {"end"}, next(iter(end_tokens(tokenizer)), None)
+        parts, names, end = {"end"}, set[str](), next(iter(end_tokens(tokenizer)), None)
         for where, record in (records[i] for i in numbers):
             options = data.apply_chat_template_kwargs | row_options(record, where)
+            names |= options.keys()
             chat, learnt = chat_of(record, where, data)
             refuse_unread(
                 [name for name in record if record[name]], chat, where, "this command reads text, leave the row out"
@@ -79,7 +80,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
             )
             logger.warning(message, split, "', '".join(left), data.prompt_key)
         if split == "train":
-            ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"])
+            ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"], of_rows=names)
         if len(rows) > len(numbers):
             logger.warning("%s: %d chats are %d rows (the template rewrites turns)", split, len(numbers), len(rows))
         self._rows: list[Demonstration] = []

@@ -1,14 +1,16 @@
 """What a chat template leaves out, and how it ends a turn: found before a run by rendering small conversations."""
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from inspect import signature
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from valor.data.prompts import render
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +88,14 @@ def parts_of(chats: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
 
 
 def ask_template(
-    tokenizer: Any, parts: Collection[str], kwargs: Mapping[str, Any] | None = None, needed: Collection[str] = ()
+    tokenizer: Any,
+    parts: Collection[str],
+    kwargs: Mapping[str, Any] | None = None,
+    needed: Collection[str] = (),
+    of_rows: Collection[str] = (),
 ) -> None:
-    """Log which of a run's `parts` the template leaves out, and the end of a turn, if not the tokenizer's end token.
+    """Log which of a run's `parts` and arguments (`kwargs`, and names `of_rows`) the template leaves out, and the end
+    of a turn, if not the tokenizer's end token.
 
     UserError: the template cannot be rendered, or leaves out what the user says or a `needed` part.
     """
@@ -99,6 +106,14 @@ def ask_template(
                 lost.append(name)
                 if part in needed:
                     raise UserError(f"the chat template leaves out {name}: give another as custom_chat_template")
+    taken = {
+        *signature(tokenizer.apply_chat_template).parameters,
+        *re.findall(r"[^\W\d]\w+", str(tokenizer.chat_template)),
+    }
+    for name in sorted({*(kwargs or ()), *of_rows} - taken):
+        logger.warning(
+            "the chat template does not read '%s': it has no effect%s", name, did_you_mean(name, taken, cutoff=0.68)
+        )
     end = end_of_turn(tokenizer)
     lost += ["an end token behind the assistant's texts"] if end is None and "end" in parts else []
     if lost:

@@ -79,6 +79,18 @@ def test_nothing_is_said_of_parts_that_a_run_does_not_have(caplog):
     assert not caplog.records
 
 
+def test_arguments_that_a_template_does_not_read_are_told(caplog):
+    """Such as enable_thinking for a template that calls it otherwise: the policy would think in silence."""
+    tokenizer = tokenizer_of("{% if thinking %}t{% endif %}" + CHATML)
+    given = {"enable_thinking": False, "thinking": True, "add_generation_prompt": False, "continue_final_message": True}
+    with caplog.at_level(logging.WARNING):
+        ask_template(tokenizer, set(), given, of_rows=["tools", "thinking", "effort"])
+    assert [one for one in caplog.messages if "does not read" in one] == [
+        "the chat template does not read 'effort': it has no effect",
+        "the chat template does not read 'enable_thinking': it has no effect; did you mean thinking?",
+    ]
+
+
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}END{% endfor %}"
 
 
