@@ -24,6 +24,8 @@ from valor.errors import UserError, did_you_mean
 IMAGES = "images"
 """The column of batches with the files of each row's images (`image_files`); empty text: the row has none."""
 
+COLUMNS = {"images": None, "image": None}.keys()
+"""The usual names of the columns of images in files."""
 PLACEHOLDER = "<image>"
 _FACT, _SHOWN, _SIDE = "shown", 4, 128  # in the head of a file: so many of its images, each of so many pixels at most
 _IDS, _MARK = "ids", "mark"  # in the head of a file with one image: the tokens that stand for it, and those of the mark
@@ -87,7 +89,7 @@ def _from_text(text: str, folder: Path, where: str) -> Source:
 def refuse_unread(columns: Collection[str], prompt: Any, where: str, advice: str) -> None:
     """UserError: a prompt has the place of an image, from a column of these that a reader of text leaves out. `advice`
     may have {column}."""
-    column = next((name for name in ("images", "image") if name in columns), None)
+    column = next((name for name in COLUMNS if name in columns), None)
     if column and any(place in str(prompt) for place in (PLACEHOLDER, "'type': 'image'")):
         advice = advice.format(column=column)
         raise UserError(f"{where}: an image is to stand in the text, and its column '{column}' is not read: {advice}")

@@ -1,12 +1,15 @@
 """Objects of a Python call as files of the run: rows, models, reward functions."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valor.data.images import COLUMNS, parse_images
 from valor.data.messages import as_messages, check_text, drop_nulls
 from valor.data.plain_rows import prompt_column, read_plain
 from valor.errors import UserError
@@ -25,6 +28,7 @@ _ANSWERS = {
     "ref_model": "the reference is the policy as it was loaded: leave it out",
     "callbacks": "take the steps one by one: for step in valor.PPO(…)",
 }
+_URI = "data:image/*;base64,"
 _NOT_IN_ADAPTERS = ("lora_dropout", "use_dora", "use_rslora", "modules_to_save")
 
 
@@ -146,10 +150,19 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
 
 
 def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
-    """A row as `plain_rows.read_plain` reads it; `keep_prompt`: its `extra_info` holds the prompt too, unchanged."""
+    """A row as `plain_rows.read_plain` reads it, with its images as paths or data URIs in place of those in
+    `extra_info`; `keep_prompt`: that holds the prompt too, unchanged."""
     read = read_plain(row)
     if keep_prompt:
         read["extra_info"][PROMPT] = row[prompt_column(row)]
+    for name in COLUMNS & row.keys():
+        read[name] = row[name]
+        with suppress(UserError):  # a run that reads the column tells it, with the row
+            images = parse_images(row[name], "")
+            read[name] = [
+                str(x.absolute()) if isinstance(x, Path) else _URI + base64.b64encode(x).decode() for x in images
+            ]
+            del read["extra_info"][name]
     return read
 
 

@@ -1,12 +1,14 @@
 """Arguments of a Python call under TRL's names."""
 
 import types
+from functools import partial
 
 import pytest
 from peft import LoraConfig
 
+from valor.data.files import read_rows
 from valor.errors import UserError
-from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl
+from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl, prompt_row
 
 MODEL = "actor_rollout_ref.model"
 
@@ -46,6 +48,27 @@ def test_a_table_is_not_taken_for_names_of_files():
         data_files("train", table, dict)
     with pytest.raises(UserError, match="val_data is a DataFrame: give its rows as dicts"):
         data_files("val", pytest.importorskip("pandas").DataFrame({"prompt": ["a"], "answer": ["b"]}), dict)
+
+
+def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
+    """As data sets of TRL have them, in the file that the run reads."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (4, 4), "red")
+    monkeypatch.chdir(tmp_path)
+    image.save("a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
+    rows = [{"prompt": prompt, "images": [image, {"bytes": content, "path": None}, "a.png"], "answer": "red"}]
+    file = data_files("train", rows, partial(prompt_row, keep_prompt=False))
+    file.into(tmp_path / "inputs")
+    (row,) = read_rows(tmp_path / "inputs" / file.name, image_key="images")
+    read = [x if isinstance(x, bytes) else x.read_bytes() for x in row.images]
+    assert read[1:] == [content] * 2 and len(read) == 3 and row.extra_info == {"answer": "red"}
+    assert row.messages == [{"role": "user", "content": "<image>what"}]
+    file = data_files("train", [{"prompt": "what", "image": "b.png"}], partial(prompt_row, keep_prompt=False))
+    file.into(tmp_path / "inputs")
+    assert read_rows(tmp_path / "inputs" / file.name)[0].extra_info == {"image": "b.png"}
+    with pytest.raises(UserError, match=r"line 1, image 0: there is no file 'b\.png'"):
+        read_rows(tmp_path / "inputs" / file.name, image_key="image")
 
 
 def test_an_input_that_was_half_written_is_written_again(tmp_path):
