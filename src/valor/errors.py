@@ -91,6 +91,10 @@ def exit_code(command: Callable[[], int]) -> int:
         return _ended(2, str(error), error)
     except TrainingStopped as error:
         return _ended(1, f"stopped: {error}", error)
+    except RuntimeError as error:
+        if str(error) != "Could not determine home directory.":  # of pathlib
+            raise
+        return _ended(2, "a path begins with ~ and the name of no user here: ~/ is your own folder", error)
     except KeyboardInterrupt as error:
         session_goes_on = hasattr(sys, "ps1") or "ipykernel" in sys.modules
         # Also in a nested call, whose caller has set the handler.

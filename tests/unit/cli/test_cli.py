@@ -32,6 +32,11 @@ def test_help_lists_every_command(capsys):
         (["report", "/nowhere"], ["/nowhere"]),
         (["ppo", "no_such_key=1"], ["no_such_key"]),
         (["sft", "no_such_key=1"], ["no_such_key"]),
+        (["ppo", "--config-path", "~no-one", "--config-name", "x"], ["no user here", "~/ is your own folder"]),
+        (
+            ["data", "prepare", "custom", "--local", "~no-one/x.csv", "--answer-column", "a", "--data-source", "x"],
+            ["no user here"],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, capsys):
