@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -268,10 +269,10 @@ def _nearly_json(language: NearlyJSON, begin: str, close: str, around: str = "(?
     body = re.compile(rf"(?>{language.text}|(?!{re.escape(close)}).)*+(?={re.escape(close)})", re.DOTALL)
 
     def read(calls: str, _: Sequence[Schema] = ()) -> list[Call]:
-        try:
-            return _json_calls(language.as_json(calls))
-        except ValueError:
-            return [BadCall(calls, f"it must be {language.shape}")]
+        with suppress(SyntaxError, ValueError, RecursionError):
+            json.loads(written := language.as_json(calls))
+            return _json_calls(written)
+        return [BadCall(calls, f"it must be {language.shape}")]
 
     syntax = _Syntax(read, lambda text, at: match.end() if (match := body.match(text, at)) else None)
     return partial(_parse_tagged, begin, close, around, syntax)
@@ -386,7 +387,7 @@ FORMATS |= {
     ),
     "lfm2": _nearly_json(PYTHON, "<|tool_call_start|>", "<|tool_call_end|>"),
     "functiongemma": _nearly_json(
-        gemma("<escape>"), "<start_function_call>", "<end_function_call>", r"<start_function_response>\Z"
+        gemma("<escape>"), "<start_function_call>", "<end_function_call>", "<start_function_response>"
     ),
     "glm": partial(_parse_tagged, "<tool_call>", "</tool_call>", r"<\|observation\|>\Z", _GLM),
     "minimax": partial(_parse_tagged, "<invoke name=", "</invoke>", "</?minimax:tool_call>", _MINIMAX),

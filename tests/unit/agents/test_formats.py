@@ -449,7 +449,7 @@ def test_other_ways_in_which_a_family_writes_calls(name, text, calls, content):
         (
             "gemma4",
             '<|tool_call>call:f{x:<|"|>y}<tool_call|>',
-            "it must be call:NAME{NAME:VALUE,...}, with texts between",
+            "it must be call:NAME{NAME:VALUE,...}, texts as <",
         ),
         ("gemma4", "<|tool_call>call:f{x:y}<tool_call|>", "it must be call:NAME{"),
         ("deepseek_v3", f"{DEEPSEEK('call▁begin')}f{{}}{DEEPSEEK('call▁end')}", "it must be function"),
@@ -465,3 +465,12 @@ def test_a_bad_call_of_a_family_has_a_reason(name, text, reason):
 def test_a_policy_that_repeats_itself_is_read_in_the_time_of_its_text(read, text):
     """Else its turn would hold up all episodes of the process for minutes."""
     assert not read(text * (200_000 // len(text)), []).calls
+
+
+@pytest.mark.parametrize("text", ["-", "a ", "call:f{", "f(x=", "f('", "'\\'", '<|"|>', "[f(", "x:", "{", "\\"])
+@pytest.mark.parametrize(
+    "between", ["<|tool_call>call:f{{x:{}<tool_call|>", "<|tool_call_start|>[f(x={}<|tool_call_end|>"]
+)
+def test_a_policy_that_repeats_itself_in_a_call_is_read_in_the_time_of_its_text(text, between):
+    name = "gemma4" if "call:f" in between else "lfm2"
+    assert len(FORMATS[name](between.format(text * (100_000 // len(text))), []).calls) == 1
