@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows, same_text
+from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, same_text
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError, exit_code
 from valor.rewards.custom import CustomFunction
@@ -99,7 +99,7 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[D
     rows, bad = [], []
     for where, record in records:
         try:
-            rows.append(parse_row(record, where))
+            rows.append(parse_row(record, where, image_key="images"))
         except UserError as error:
             bad.append(str(error))
     report.problems += bad[:NAMED_ROWS]
@@ -143,7 +143,9 @@ def _check_duplicates(report: Report) -> None:
 
 def _check_overlap(test_path: str | Path, report: Report) -> None:
     try:
-        tested = {same_text(row.messages): row for row in read_rows(test_path)}
+        records = read_records(test_path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS)
+        parsed = (parse_row(record, where, image_key="images") for where, record in records)
+        tested = {same_text(row.messages): row for row in parsed}
     except UserError as error:
         report.problems.append(str(error))
         return

@@ -54,6 +54,14 @@ def test_without_a_tokenizer_nothing_is_rendered(tmp_path: Path) -> None:
     assert "not checked" in report.notes[0]
 
 
+def test_places_of_images_are_no_problem(tmp_path: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "2?"}]
+    rows = [record("<image>1?", images=["a.png"]), record("", prompt=[{"role": "user", "content": parts}])]
+    (tmp_path / "a.png").touch()
+    (tmp_path / "test.jsonl").write_text(json.dumps(record("<image>3?", images=["a.png"])) + "\n")
+    assert check(tmp_path, *rows, test_path=tmp_path / "test.jsonl").problems == []
+
+
 def test_prompts_over_the_limit(tmp_path: Path, tokenizer: Any) -> None:
     report = check(tmp_path, *[record("x" * n) for n in range(1, 11)], tokenizer=tokenizer, max_prompt_length=25)
     (problem,) = report.problems
