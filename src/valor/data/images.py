@@ -34,6 +34,7 @@ CONTENT = "content"
 """The image itself, in such a file: the bytes of an image file."""
 _READING = 2  # of how images are read, a part of their files' names
 _ORIENTATION = 0x112  # EXIF
+_TURNS: dict[Any, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # what it says, and PIL.Image.Transpose
 _URI = "data:image/jpeg;base64,"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # of `size`, for processors that count pixels
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -296,10 +297,13 @@ def _small(pictures: Sequence[Any]) -> str:
 
 def _picture(image: Any, where: str) -> Any:
     """RGB, as people see it, of the bytes of an image file or a PIL image."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
-        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+        picture = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
+        # ImageOps.exif_transpose also writes the EXIF data again, which ends with struct.error for some cameras' data.
+        if (turn := _TURNS.get(picture.getexif().get(_ORIENTATION))) is not None:
+            picture = picture.transpose(turn)
         if picture.mode.startswith("I;16"):  # which Pillow cuts at 255
             picture = picture.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
         if picture.has_transparency_data:

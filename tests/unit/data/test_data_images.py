@@ -2,6 +2,7 @@
 
 import base64
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny_vision import IMAGE, make_model, picture
 from valor.collector.inputs import load_images
 from valor.config import DataConfig
 from valor.data.files import read_rows
-from valor.data.images import CONTENT, ImageFiles, in_parts, parse_images, shown_images
+from valor.data.images import CONTENT, ImageFiles, _picture, in_parts, parse_images, shown_images
 from valor.data.prompts import PromptDataset
 from valor.errors import UserError
 from valor.models.internals import processor_without_video
@@ -215,6 +216,22 @@ def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("tag", [0x11A, 0x128, 0x132])
+def test_a_photo_is_turned_whatever_else_its_exif_data_says(tag: int, orientation: int) -> None:
+    """A text where a number belongs, as some cameras write it."""
+    from PIL import Image, ImageOps
+
+    wide = Image.open(io.BytesIO(picture(24, 16, 0)))
+    entries = struct.pack("<HHI4sHHI2H", tag, 2, 3, b"ab", 0x112, 3, 1, orientation, 0)
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + b"\0\0\0\0"
+    alone = Image.Exif()
+    alone[0x112] = orientation
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded(wide, "JPEG", exif=alone)))).convert("RGB")
+    read = _picture(encoded(wide, "JPEG", exif=exif), "row")
+    assert (read.size, read.tobytes()) == (expected.size, expected.tobytes())
 
 
 def test_images_are_read_as_people_see_them(tmp_path: Path, processor: Any) -> None:
