@@ -102,7 +102,7 @@ def in_parts(messages: Messages, count: int, where: str) -> list[dict[str, Any]]
     places = sum(message["content"].count(PLACEHOLDER) for message in messages)
     if places != count:
         raise UserError(
-            f"{where}: the messages have {places} {PLACEHOLDER} and the row has {count} images: each has one place"
+            f"{where}: the messages have {places} {PLACEHOLDER} and the row has {count} images: write one for each"
         )
     return [with_parts(message, PLACEHOLDER) for message in messages]
 
