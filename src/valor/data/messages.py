@@ -55,7 +55,7 @@ def parse_messages(
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 has = "" if key in raw else f" (it has {', '.join(map(str, raw))}: rename them)"
-                if key in raw and isinstance(raw[key], list):
+                if isinstance(raw.get(key), list) and "image" in str(raw[key]):
                     has = ': an image is {"type": "image"} here, and stands in the column that data.image_key names'
                 raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}{has}")
         if (usual := _CALLED.get(message["role"].lower(), message["role"])) != message["role"]:
