@@ -68,9 +68,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
             options = data.apply_chat_template_kwargs | row_options(record, where)
             names |= options.keys()
             chat, learnt = chat_of(record, where, data)
-            refuse_unread(
-                [name for name in record if record[name]], chat, where, "this command reads text, leave the row out"
-            )
+            refuse_unread([name for name in record if record[name]], chat, where)
             parts |= parts_of([chat]) | ({"tools"} if "tools" in options else set())
             rows += [(where, row) for row in _rows(tokenizer, chat, learnt, where, options) or [("", [])]]
         pairs = [records[i][1] for i in numbers if data.messages_key not in records[i][1]]

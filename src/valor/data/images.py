@@ -39,6 +39,7 @@ _URI = "data:image/jpeg;base64,"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # of `size`, for processors that count pixels
 _OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
+_READS_TEXT = "this command reads text, leave the row out"
 _KEYS = {"bytes": None, "path": None, "image": None}.keys()  # in their order
 
 Source = bytes | Path
@@ -87,7 +88,7 @@ def _from_text(text: str, folder: Path, where: str) -> Source:
     )
 
 
-def refuse_unread(columns: Collection[str], prompt: Any, where: str, advice: str) -> None:
+def refuse_unread(columns: Collection[str], prompt: Any, where: str, advice: str = _READS_TEXT) -> None:
     """UserError: a prompt has the place of an image, from a column of these that a reader of text leaves out. `advice`
     may have {column}."""
     column = next((name for name in COLUMNS if name in columns), None)

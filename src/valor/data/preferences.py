@@ -190,9 +190,7 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         )
     if questions[0] != questions[1]:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
-    refuse_unread(
-        [name for name in record if record[name]], questions[0], where, "this command reads text, leave the row out"
-    )
+    refuse_unread([name for name in record if record[name]], questions[0], where)
     margin = record.get(data.margin_key) if data.margin_key is not None else None
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and 0 <= margin < math.inf
     if not is_number and (margin is not None or data.margin_key not in (None, _MARGIN)):

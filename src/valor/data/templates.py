@@ -106,14 +106,10 @@ def ask_template(
                 lost.append(name)
                 if part in needed:
                     raise UserError(f"the chat template leaves out {name}: give another as custom_chat_template")
-    taken = {
-        *signature(tokenizer.apply_chat_template).parameters,
-        *re.findall(r"[^\W\d]\w+", str(tokenizer.chat_template)),
-    }
-    for name in sorted({*(kwargs or ()), *of_rows} - taken):
-        logger.warning(
-            "the chat template does not read '%s': it has no effect%s", name, did_you_mean(name, taken, cutoff=0.68)
-        )
+    read = {*signature(tokenizer.apply_chat_template).parameters, *re.findall(r"\w+", str(tokenizer.chat_template))}
+    for name in sorted({*(kwargs or ()), *of_rows} - read):
+        near = did_you_mean(name, read, cutoff=0.68)
+        logger.warning("the chat template does not read '%s': it has no effect%s", name, near)
     end = end_of_turn(tokenizer)
     lost += ["an end token behind the assistant's texts"] if end is None and "end" in parts else []
     if lost:
