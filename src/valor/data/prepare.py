@@ -10,6 +10,7 @@ import click
 import yaml
 
 from valor.arguments import PATH, command, option
+from valor.data.images import refuse_unread
 from valor.data.messages import as_messages
 from valor.data.recipes import (
     PREFIX,
@@ -118,6 +119,7 @@ def _own_prompts(prompt: str | None, answer: str | None, extra: Sequence[str], d
         question, truth = value(record, column), value(record, answer)
         if blank := next((name for name in (column, answer) if str(value(record, name)).strip() in ("", "nan")), None):
             raise ValueError(f"has nothing in '{blank}' (empty): fill it in, or leave the row out")
+        refuse_unread(record, question, "custom", "valor ppo reads the file itself, with data.image_key={column}")
         if isinstance(question, str):
             is_chat, system = question.startswith("\n\nHuman:"), record.get("system")
             question = conversation(question) if is_chat else as_messages(question.strip(), system=system)

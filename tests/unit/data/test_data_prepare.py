@@ -213,6 +213,11 @@ def test_your_own_questions_from_every_kind_of_file(tmp_path: Path) -> None:
         ("csv", "prompt,answer\n,2\n", "row 0: has nothing in 'prompt'"),
         ("csv", "prompt,answer\r\n", "holds no rows"),
         ("jsonl", '{"prompt": "1+1?", "answer": NaN}', "line 1: has nothing in 'answer'"),
+        (
+            "jsonl",
+            '{"prompt": "<image>?", "answer": 1, "image": "a.png"}',
+            "reads the file itself, with data.image_key=image",
+        ),
     ],
 )
 def test_cells_that_are_missing_or_too_many_are_named(tmp_path: Path, kind: str, content: str, words: str) -> None:
