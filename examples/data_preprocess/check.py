@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from valor.config import DataConfig
 from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, same_text
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError, exit_code
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 WRONG = "I don't know."
 PERCENTILES = (0, 50, 90, 99, 100)
+COLUMNS = DataConfig(image_key="images")
 NAMED_ROWS = 3  # how many rows a finding names
 
 
@@ -99,7 +101,7 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[D
     rows, bad = [], []
     for where, record in records:
         try:
-            rows.append(parse_row(record, where, image_key="images"))
+            rows.append(parse_row(record, where, COLUMNS))
         except UserError as error:
             bad.append(str(error))
     report.problems += bad[:NAMED_ROWS]
@@ -144,7 +146,7 @@ def _check_duplicates(report: Report) -> None:
 def _check_overlap(test_path: str | Path, report: Report) -> None:
     try:
         records = read_records(test_path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS)
-        parsed = (parse_row(record, where, image_key="images") for where, record in records)
+        parsed = (parse_row(record, where, COLUMNS) for where, record in records)
         tested = {same_text(row.messages): row for row in parsed}
     except UserError as error:
         report.problems.append(str(error))

@@ -45,7 +45,9 @@ def test_it_predicts_from_the_second_step_on_and_resumes_to_the_last_bit(overrid
     assert all(row["critic/values/min"] >= 0 and row["critic/values/max"] <= 1 for row in steps)
     lambdas = [row["critic/lambda"] for row in steps]
     assert lambdas[0] == 1.0 and all(0 < lam <= 1 for lam in lambdas) and len({*lambdas}) > 1, lambdas
-    assert all(row["critic/lambda/variance"] > 0 for row in steps) and any(row["critic/lambda/bias_squared"] > 0 for row in steps)
+    assert all(row["critic/lambda/variance"] > 0 for row in steps) and any(
+        row["critic/lambda/bias_squared"] > 0 for row in steps
+    )
     assert "critic/lr" not in steps[0] and steps[0]["critic/skipped"] == 0
     parts = tmp_path / "parts"
     assert main(overrides(parts, *settings, one_update, "trainer.total_training_steps=3")) == 0
@@ -71,7 +73,13 @@ def test_two_processes_read_the_states_that_one_reads(overrides, tmp_path):
         assert main(overrides(tmp_path / run, *AUTO, *more)) == 0
     one, two = (read_metrics(tmp_path / run)[-1] for run in ("one", "two"))
     assert one["critic/values/max"] > one["critic/values/min"]
-    for name in ("critic/values/mean", "critic/values/max", "critic/vf_loss", "actor/grad_norm", "critic/lambda/variance"):
+    for name in (
+        "critic/values/mean",
+        "critic/values/max",
+        "critic/vf_loss",
+        "actor/grad_norm",
+        "critic/lambda/variance",
+    ):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
 
 

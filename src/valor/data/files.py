@@ -170,7 +170,9 @@ def parse_row(record: Mapping[str, Any], where: str, data: DataConfig = _USUAL) 
         raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {kind_of(agent)}")
     return DataRow(
         where=where,
-        messages=parse_messages(record.get(data.prompt_key), where, data.prompt_key, image=data.image_key and PLACEHOLDER),
+        messages=parse_messages(
+            record.get(data.prompt_key), where, data.prompt_key, image=data.image_key and PLACEHOLDER
+        ),
         data_source=source,
         ground_truth=truth,
         style=str(reward_model.get("style") or "rule"),

@@ -98,7 +98,7 @@ def _inputs(
     if config.truncation_bootstrap:
         cut_off = [reason in CUT_OFF for reason in batch.objects["finish_reason"]]
         offered |= {"bootstrap_mask": torch.tensor(cut_off), "bootstrap_values": tensors["bootstrap_values"]}
-    if config.lam_actor == "auto":
+    if config.lam_actor == "auto" and values is not None:
         cut_off = offered.get("bootstrap_mask")
         offered["lam_actor"] = _least_error_lambda(batch, values, config.gamma, cut_off, offered["report"])
     if entry.capability.needs_components:

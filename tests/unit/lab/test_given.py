@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from peft import LoraConfig
 
+from valor.config import DataConfig
 from valor.data.files import read_rows
 from valor.errors import UserError
 from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl, prompt_row
@@ -60,7 +61,7 @@ def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
     rows = [{"prompt": prompt, "images": [image, {"bytes": content, "path": None}, "a.png"], "answer": "red"}]
     file = data_files("train", rows, partial(prompt_row, keep_prompt=False))
     file.into(tmp_path / "inputs")
-    (row,) = read_rows(tmp_path / "inputs" / file.name, image_key="images")
+    (row,) = read_rows(tmp_path / "inputs" / file.name, DataConfig(image_key="images"))
     read = [x if isinstance(x, bytes) else x.read_bytes() for x in row.images]
     assert read[1:] == [content] * 2 and len(read) == 3 and row.extra_info == {"answer": "red"}
     assert row.messages == [{"role": "user", "content": "<image>what"}]
@@ -68,7 +69,7 @@ def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
     file.into(tmp_path / "inputs")
     assert read_rows(tmp_path / "inputs" / file.name)[0].extra_info == {"image": "b.png"}
     with pytest.raises(UserError, match=r"line 1, image 0: there is no file 'b\.png'"):
-        read_rows(tmp_path / "inputs" / file.name, image_key="image")
+        read_rows(tmp_path / "inputs" / file.name, DataConfig(image_key="image"))
 
 
 def test_an_input_that_was_half_written_is_written_again(tmp_path):

@@ -95,7 +95,7 @@ def test_all_mistakes_of_all_arms_at_once():
     with pytest.raises(UserError) as caught:
         plan_sweep(sweep(base=BASE | {"critic.enabel": True}, arms=arms))
     lines = str(caught.value).splitlines()
-    assert "arm a: algorithm.lam: expected number from 0 to 1, got 2" in lines and len(lines) == 3
+    assert "arm a: algorithm.lam: expected number from 0 to 1 or auto, got 2" in lines and len(lines) == 3
     assert {line.partition(" key")[0] for line in lines} >= {"every arm: unknown", "arm b: unknown"}
 
 
