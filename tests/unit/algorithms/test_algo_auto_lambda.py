@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from valor.algorithms import advantage_errors, compute_advantages, least_error_lambda
+from valor.algorithms import advantage_errors, auto_lambda, compute_advantages, least_error_lambda
 from valor.algorithms.auto_lambda import LAMBDAS
 from valor.algorithms.ridge import OnlineRidge
 from valor.lab.walk import make_walk
@@ -41,6 +41,19 @@ def test_errors_are_those_of_plain_loops():
         pytest.approx(float(variance[LAMBDAS.index(lam)])),
     )
     assert least_error_lambda(rewards, values, torch.zeros(3, 5), mask, GAMMA)[0] == 1.0
+
+
+def test_some_of_many_responses_stand_for_all(monkeypatch):
+    """And the noise averages out over all of them."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, 30, generator=draw, dtype=torch.float64).repeat(50, 1) for _ in range(3)]
+    mask = torch.ones(100, 30)
+    mask[60] = 0
+    of_all = least_error_lambda(*inputs, mask, 1.0)
+    monkeypatch.setattr(auto_lambda, "_TOKENS", 30 * 20)
+    assert least_error_lambda(*inputs, mask, 1.0) == pytest.approx(of_all, rel=0.05)
+    few = least_error_lambda(*(x[:4] for x in (*inputs, mask)), 1.0)
+    assert 0.2 < few[0] < of_all[0] < 1.0
 
 
 def all_walks(walk: Walk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
