@@ -83,3 +83,11 @@ def test_answers_without_a_grade_say_nothing_about_their_prompt(overrides, tmp_p
     row = read_metrics(tmp_path / "run")[-1]
     failed = row["reward/errors"] / 2  # prompts: two samples each
     assert failed > 0 and row["sampler/new/rows"] == 12 - (8 - failed)
+
+
+def test_an_epoch_of_ones_own_sampler_is_as_long_as_the_sampler_says(overrides, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("return len(self.scores)", "return 24"))
+    more = [f"data.sampler.class_path={tmp_path}/own.py", "data.sampler.class_name=Hardest", "data.val_files=null"]
+    more += ["data.train_max_samples=12", "trainer.total_training_steps=null", "trainer.total_epochs=1"]
+    assert main(overrides(tmp_path / "run", *more)) == 0
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 3  # batches of 8, as in verl, where 12 rows would be one

@@ -89,7 +89,7 @@ class RunInputs:
             self.judge = Judge(reward_model.judge, config.reward.error_score)
             self.judge.check()
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
-        steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
+        steps_per_epoch = max(self.sampler.epoch_length // data.train_batch_size, 1)
         self.total_steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
 
     @property

@@ -134,6 +134,8 @@ class ClassSampler(PromptSampler):
             raise self._error("has no __iter__, which is to yield numbers of rows")
         if self._learns and not self._has_state:
             raise self._error("has update() and no state_dict() and load_state_dict(): a resumed run would go astray")
+        if hasattr(self._object, "__len__"):  # an epoch is an iteration of it, which may leave rows out or repeat them
+            self.epoch_length = self._call("len", len, self._object)
         self._numbers: Iterator[int] | None = None
         self.state_dict()  # a mistake in it is reported before the run
 

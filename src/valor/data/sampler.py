@@ -64,6 +64,7 @@ class PromptSampler:
                 "lower data.train_batch_size or give more data"
             )
         self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
+        self.epoch_length = num_rows  # rows that an epoch goes through
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
         self.position = 0  # rows of this epoch that were drawn
@@ -71,7 +72,7 @@ class PromptSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(self.num_rows, self.batch_size)
+        full, rest = divmod(self.epoch_length, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     def order(self, epoch: int) -> np.ndarray:

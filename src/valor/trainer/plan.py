@@ -92,14 +92,14 @@ def _length(config: PPOConfig | SupervisedConfig, unit: str) -> str:
         rows = None if isinstance(config, CriticRunConfig) else num_rows(config)
     except UserError:  # that a file is missing is said by itself
         rows = None
-    if rows is None:
-        return f"{epochs} x ({unit} in the training data / {size:,}) steps"
+    sampler = getattr(config.data, "sampler", None)
+    if rows is None or (sampler is not None and sampler.class_path is not None):
+        return f"{epochs} x ({unit} of an epoch / {size:,}) steps"
     about = ""
     if isinstance(config, RMConfig) and config.data.val_files is None and config.data.train_max_samples <= 0:
         about, rows = "about ", round(rows * (1 - config.data.val_share))  # prompts are held out, not pairs
     steps, left = _count(trainer.total_epochs * (rows // size), "step"), rows % size
-    sampler = getattr(config.data, "sampler", None)
-    each_once = sampler is None or not (sampler.class_path or sampler.difficulty.enable)
+    each_once = sampler is None or not sampler.difficulty.enable
     rest = f", {left} left out of each" if config.data.shuffle else f", the last {left} never (data.shuffle=false)"
     of = f"{epochs} of {about}{_count(rows, unit.removesuffix('s'))}, {size:,} at a time"
     return f"{about}{steps}: {of}{rest if left and each_once and not about else ''}"

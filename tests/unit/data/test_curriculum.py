@@ -141,6 +141,10 @@ class Broken:
     def __init__(self, rows):
         pass
 
+class Thrice(Backwards):  # verl's dataloader has as many rows as its sampler says
+    def __len__(self):
+        return 3 * len(self.rows)
+
 class Silent:
     def __init__(self, data_source, data_config):
         pass
@@ -168,6 +172,10 @@ def test_a_class_in_verls_shape(own) -> None:
     assert (
         [again.next_batch() for _ in range(3)] == [sampler.next_batch() for _ in range(3)] == [[6, 5], [4, 3], [6, 5]]
     )
+
+
+def test_an_epoch_is_as_long_as_the_class_says(own) -> None:
+    assert own("Thrice").steps_per_epoch == 10 and own("Backwards").steps_per_epoch == 3
 
 
 def test_what_fails_in_a_class_is_a_line(own) -> None:

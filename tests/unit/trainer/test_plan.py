@@ -30,7 +30,7 @@ def test_batch_arithmetic_in_prompts_samples_and_tokens():
         "256 prompts x 4 samples = 1,024 samples/step, at most 512 + 1,024 tokens each = 1,572,864 tokens/step"
     )
     assert "actor: 64-prompt mini-batches = 256 samples -> 4 updates x 1 epoch;" in text
-    assert row(text, "length") == "30 epochs x (prompts in the training data / 256) steps"
+    assert row(text, "length") == "30 epochs x (prompts of an epoch / 256) steps"
     assert step(text, "old_log_prob").startswith("one pass of the actor over the batch")
 
 
@@ -39,7 +39,7 @@ def test_uneven_mini_batches_and_row_bounds():
     text = plan(load([*argv, "critic.ppo_micro_batch_size_per_gpu=8"]).config)
     assert "actor: 30-prompt mini-batches = 30 samples -> 4 updates (the last one 10 prompts) x 1 epoch" in text
     assert "x 2 epochs; micro-batches of at most 32,768 tokens and 8 samples per process" in text
-    assert "30 epochs x (prompts in the training data / 100) steps" in text
+    assert "30 epochs x (prompts of an epoch / 100) steps" in text
 
 
 def test_one_update_needs_no_old_log_probs():
@@ -125,7 +125,7 @@ def test_episodes_that_an_environment_judges_have_no_grader():
 def test_sft_plan():
     text = plan(load(["data.train_batch_size=32"], SFTConfig).config)
     assert row(text, "batch").startswith("32 samples per update")
-    assert row(text, "length") == "4 epochs x (samples in the training data / 32) steps"
+    assert row(text, "length") == "4 epochs x (samples of an epoch / 32) steps"
 
 
 def test_adapters_are_in_the_plan_and_need_a_rank():
@@ -179,6 +179,8 @@ def test_the_length_counts_the_rows_that_are_there(tmp_path):
     in_order = plan(load([*keys, "data.shuffle=false"]).config)
     assert row(in_order, "length").endswith("32 at a time, the last 6 never (data.shuffle=false)")
     assert row(plan(load([*keys, "data.sampler.difficulty.enable=true"]).config), "length").endswith("at a time")
+    own = ["data.sampler.class_path=x.py", "data.sampler.class_name=X"]  # as long as it says
+    assert row(plan(load([*keys, *own]).config), "length") == "3 epochs x (prompts of an epoch / 32) steps"
     pairs = [f"data.train_files={file}", "data.train_batch_size=32", "data.val_share=0.1"]
     held_out = "about 1 step: 1 epoch of about 63 pairs, 32 at a time"
     assert row(plan(load(pairs, RMConfig).config), "length") == held_out
