@@ -59,6 +59,20 @@ def test_a_graders_steps_reach_the_tokens_and_the_advantages(overrides, tmp_path
     assert seen
 
 
+def test_branches_are_not_worth_what_steps_before_them_have_earned(overrides, tmp_path):
+    """All there is to earn is behind the first token: every value is known, so no advantage is left."""
+    (tmp_path / "first.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.0, 'step_rewards': [(0, 10.0)]}\n"
+    )
+    more = [f"reward.custom_reward_function.path={tmp_path}/first.py", "algorithm.adv_whitening=none"]
+    more += ["algorithm.branch_values.share=1", "algorithm.branch_values.branches=1"]
+    assert main(overrides(tmp_path / "run", *SHORT, *more)) == 0
+    row = read_metrics(tmp_path / "run")[0]
+    assert row["critic/rewards/mean"] == 10 and row["response_length/max"] > 1
+    assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0
+
+
 def test_a_process_reward_model_scores_each_token_and_joins_the_rule(overrides, tiny, prm, tmp_path):
     weights = ("reward.reward_model.weight=0.5", "reward.reward_model.rule_weight=2")
     more = ("reward.reward_model.label=1", *weights, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")

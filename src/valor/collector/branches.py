@@ -6,10 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from valor.algorithms.scan import returns_to_go
 from valor.collector.collector import Collector
 from valor.collector.generation import PROMPT_OBJECTS, sampling_params
 from valor.data.batch import Batch, Episodes, pad_rows, unpadded
 from valor.errors import UserError
+from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 
 BRANCH_STREAM = -3
@@ -24,7 +26,8 @@ def branch_returns(
     """[n, branches] returns of rollouts from the states before (row, token) of `rollouts`; and the tokens they took.
 
     The prompt and the response so far are the branch's prompt; it is sampled as in training, by random numbers that
-    depend on the run's seed, `stream` and the branch's number alone, and graded with the response before it.
+    depend on the run's seed, `stream` and the branch's number alone, and graded with the response before it. What steps
+    before the state have earned is no part of the return.
     UserError: responses with tokens that the policy did not write, as a branch has no environment to go on in.
     """
     seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
@@ -50,7 +53,7 @@ def branch_returns(
     answers["responses"], answers["response_lengths"] = pad_rows(responses, torch.long)
     width = answers["responses"].shape[1]
     answers["response_mask"] = (torch.arange(width) < answers["response_lengths"][:, None]).float()
-    with phase("reward", len(answers), unit="sample"):
-        scores = collector.scores(collector.inputs.with_text(answers))
-    to_go = torch.tensor([len(end) - 1 for end in ends])
-    return (scores * gamma**to_go).view(len(points), branches), sum(map(len, ends))
+    graded, _ = collector.graded(collector.inputs.with_text(answers), Timer())
+    to_go = returns_to_go(graded["token_level_scores"], graded["response_mask"], gamma)
+    states = torch.tensor([len(tokens) for tokens in before])[:, None]
+    return to_go.gather(1, states).view(len(points), branches), sum(map(len, ends))

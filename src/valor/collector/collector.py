@@ -75,7 +75,7 @@ class Collector:
         while prompts < wanted:
             if parts:
                 self._say(_check_limit(step, len(parts), prompts, self.config))
-            batch, graded = self._graded(self.supply.take(wanted - prompts, step, timer), timer)
+            batch, graded = self.graded(self.supply.take(wanted - prompts, step, timer), timer)
             if line := _failing_tool(batch, self.rollout.multi_turn.max_tool_error_ratio):
                 self._say(line)
             results += graded
@@ -145,15 +145,10 @@ class Collector:
             with phase("rollout", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts)
                 batch = self.generation.answer(prompts, sampling_params(self.config), sink=sink)
-            parts.append(self._graded(batch, Timer())[0])
+            parts.append(self.graded(batch, Timer())[0])
         return Batch.concat(parts)
 
-    def scores(self, batch: Batch) -> Tensor:
-        """What the responses of a batch are worth in training, [B]."""
-        results, _ = self.grading.training(batch)
-        return self._outcomes(results)
-
-    def _graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
+    def graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
         """The batch with `token_level_scores` [R, T], `reward_info` and the graders' columns."""
         batch = without_broken(batch)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
@@ -175,7 +170,7 @@ class Collector:
         prompts = prompts.take([of_episode[0] for of_episode in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.generation.answer(prompts, params, sink=self.grading.sink(prompts))
-        scores = self.scores(greedy).repeat_interleave(n)
+        scores = self._outcomes(self.grading.training(greedy)[0]).repeat_interleave(n)
         return scores.repeat_interleave(torch.tensor([len(of_episode) for of_episode in rows]))
 
     def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:

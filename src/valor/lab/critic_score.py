@@ -118,6 +118,6 @@ def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, B
         gamma = config.algorithm.gamma
         returns, _ = branch_returns(collector, rollouts, points + behind, score.mc, gamma, BRANCH_STREAM)
         rows, tokens = torch.tensor(points).T
-        after = rollouts["scores"][rows, None].repeat(1, score.mc)  # behind the last token
-        after[tokens + 1 < rollouts["response_lengths"][rows]] = gamma * returns[len(points) :]
+        after = rollouts["token_level_scores"][rows, tokens, None].repeat(1, score.mc)
+        after[tokens + 1 < rollouts["response_lengths"][rows]] += gamma * returns[len(points) :]
         return rollouts, Branches(rows, tokens, returns[: len(points)], after)
