@@ -144,6 +144,18 @@ def test_a_teacher_reads_tokens_of_the_policys_padding_as_its_last_one(tiny, tea
     assert step["distillation/reverse_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
 
 
+def test_a_teacher_alone_needs_no_grader(tiny, teacher, overrides, tmp_path, capsys):
+    rows = [{"prompt": row["prompt"]} for row in pq.read_table(tiny["train"]).to_pylist()]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [f"data.train_files={tmp_path / 'asked.jsonl'}", "data.val_files=null", *ONE_UPDATE]
+    asked.append("reward.custom_reward_function.path=null")
+    assert main(overrides(tmp_path / "run", *taught(teacher, *SIGNAL, *ALONE, *asked))) == 0
+    step = next(step for step in read_metrics(tmp_path / "run") if "actor/distillation/loss" in step)
+    assert step["actor/grad_norm"] > 0 and step["reward/errors"] == 0 and "reward/own/correct" not in step
+    assert main(overrides(tmp_path / "beside", *taught(teacher, *SIGNAL, *ALONE[:1], *asked))) == 2
+    assert "no grader for data_source 'own'" in capsys.readouterr().err
+
+
 def test_with_a_critic_the_signal_is_a_reward_and_a_resumed_run_is_the_same(teacher, overrides, tmp_path):
     more = taught(teacher, *SIGNAL, f"{LOSS}.signal=reward", f"{LOSS}.distillation_loss_coef=0.5")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

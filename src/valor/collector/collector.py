@@ -99,7 +99,8 @@ class Collector:
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
         # A sample without a grade says nothing about how difficult its prompt is.
-        judged = [(uid, result) for uid, result in zip(uids, results, strict=True) if result.error is None]
+        pairs = zip(uids, results, strict=True)
+        judged = [(uid, r) for uid, r in pairs if r.error is None and NOT_GRADED not in r.components]
         metrics |= self.inputs.sampler.update(outcomes(self.inputs.train, judged))
         batch = parts[0]
         if len(parts) > 1 or prompts > wanted:

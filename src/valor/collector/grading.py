@@ -23,7 +23,7 @@ from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
 from valor.rewards.steps import Step, on_tokens, scaled, token_rewards
-from valor.rewards.worker import Sample, gather
+from valor.rewards.worker import NOT_GRADED, Sample, gather
 
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
 
@@ -39,7 +39,7 @@ class Grading:
     def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools) -> None:
         self.config, self.inputs = config.reward, inputs
         self.model = ModelGrading(config, inputs, roles)
-        self._episode_length = config.episode_length
+        self._episode_length, self._may_be_ungraded = config.episode_length, config.distillation.alone
         self._early: dict[EpisodeKey, tuple[Sample, Future[RewardResult]]] = {}
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
@@ -185,6 +185,10 @@ class Grading:
         outcomes = enumerate(batch.objects.get("outcome", ()))
         results = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None}
         results |= self._unplayed(batch)
+        if self._may_be_ungraded:
+            sources = enumerate(batch.objects["data_source"])
+            ungraded = [i for i, source in sources if i not in results and not self.inputs.has_grader(source)]
+            results |= dict.fromkeys(ungraded, RewardResult(0.0, {NOT_GRADED: "its data source has no grader"}))
         rows = enumerate(zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True))
         turns = batch.objects.get("turn_texts", [None] * len(batch))
         samples = {i: Sample.of_turns(turns[i], *row) for i, row in rows if i not in results}

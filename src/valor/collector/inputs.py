@@ -65,7 +65,7 @@ class RunInputs:
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:
-            self._check_graded(self.train)
+            self._check_graded(self.train, sources=not config.distillation.alone)
         if self.val is not None:  # a reward model validates what has no grader
             self._check_graded(self.val, sources=not reward_model.enable)
         for rows in (self.train, self.val) if self.agents is None else ():

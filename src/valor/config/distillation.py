@@ -163,9 +163,14 @@ class DistillationConfig(RefConfig, fsdp_config=section(RefFSDPConfig)):
         return self.enabled and self.distillation_loss.use_policy_gradient and not self.as_reward
 
     @property
+    def alone(self) -> bool:
+        """Whether the task's reward is not learnt from."""
+        return self.enabled and not self.distillation_loss.use_task_rewards
+
+    @property
     def replaces_advantages(self) -> bool:
         """Whether what `algorithm.adv_estimator` computes is not learnt from."""
-        return self.enabled and not self.distillation_loss.use_task_rewards and not self.as_reward
+        return self.alone and not self.as_reward
 
     @property
     def moves(self) -> bool:

@@ -85,7 +85,7 @@ class RewardResult(NamedTuple):
     @property
     def has_verdict(self) -> bool:
         """Whether right and wrong are known: a learned reward alone says neither."""
-        return "acc" in self.components or "rm_score" not in self.components
+        return "acc" in self.components or not {"rm_score", NOT_GRADED} & {*self.components}
 
 
 def gather(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
