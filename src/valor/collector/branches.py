@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from valor.algorithms import place_at_end
 from valor.algorithms.scan import returns_to_go
 from valor.collector.collector import Collector
 from valor.collector.generation import PROMPT_OBJECTS, sampling_params
@@ -21,13 +22,20 @@ _OBJECTS = (*PROMPT_OBJECTS, "finish_reason")
 
 
 def branch_returns(
-    collector: Collector, rollouts: Batch, points: Sequence[tuple[int, int]], branches: int, gamma: float, stream: int
+    collector: Collector,
+    rollouts: Batch,
+    points: Sequence[tuple[int, int]],
+    branches: int,
+    gamma: float,
+    stream: int,
+    *,
+    all_at_end: bool = False,
 ) -> tuple[Tensor, int]:
     """[n, branches] returns of rollouts from the states before (row, token) of `rollouts`; and the tokens they took.
 
     The prompt and the response so far are the branch's prompt; it is sampled as in training, by random numbers that
     depend on the run's seed, `stream` and the branch's number alone, and graded with the response before it. What steps
-    before the state have earned is no part of the return.
+    before the state have earned is no part of the return, except with all_at_end, where the whole score is earned then.
     UserError: responses with tokens that the policy did not write, as a branch has no environment to go on in.
     """
     seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
@@ -54,6 +62,7 @@ def branch_returns(
     width = answers["responses"].shape[1]
     answers["response_mask"] = (torch.arange(width) < answers["response_lengths"][:, None]).float()
     graded, _ = collector.graded(collector.inputs.with_text(answers), Timer())
-    to_go = returns_to_go(graded["token_level_scores"], graded["response_mask"], gamma)
+    rewards, mask = graded["token_level_scores"], graded["response_mask"]
+    to_go = returns_to_go(place_at_end(rewards.sum(-1), mask) if all_at_end else rewards, mask, gamma)
     states = torch.tensor([len(tokens) for tokens in before])[:, None]
     return to_go.gather(1, states).view(len(points), branches), sum(map(len, ends))

@@ -175,10 +175,13 @@ class Collector:
         return scores.repeat_interleave(torch.tensor([len(of_episode) for of_episode in rows]))
 
     def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:
-        """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""
-        scores = torch.tensor([r.score for r in results])
-        algorithm = self.config.algorithm
-        return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
+        """Scores [B] as the algorithm takes them: under `reward_binarize` 0 or 1, less DAPO's penalty for length."""
+        algorithm, buffer = self.config.algorithm, self.config.reward.reward_kwargs.overlong_buffer_cfg
+        if not algorithm.reward_binarize:
+            return torch.tensor([r.score for r in results])
+        penalties = [r.components.get("overlong_reward", 0.0) if buffer.enable else 0.0 for r in results]
+        scores = torch.tensor([r.score - penalty for r, penalty in zip(results, penalties, strict=True)])
+        return algorithms.binarize(scores, algorithm.reward_threshold) + torch.tensor(penalties)
 
 
 def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:

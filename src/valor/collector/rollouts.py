@@ -56,7 +56,7 @@ def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, 
     batch = collector.responses(rows, stream, at_once or len(rows))
     episodes = Episodes(batch)
     batch["scores"] = episodes.spread(episodes.sums(batch["token_level_scores"]))
-    drawn = batch.select([*_COLUMNS, "token_level_scores", *(["episode"] if "episode" in batch else [])])
+    drawn = batch.select([*_COLUMNS, *(["episode"] if "episode" in batch else [])])
     return drawn.to("cpu")  # read here what other processes hold, which may have ended before it is looked at
 
 

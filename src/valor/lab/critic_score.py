@@ -116,8 +116,9 @@ def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, B
         points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
         behind = [(row, token + 1) for row, token in points if token + 1 < lengths[row]]
         gamma = config.algorithm.gamma
-        returns, _ = branch_returns(collector, rollouts, points + behind, score.mc, gamma, BRANCH_STREAM)
+        states = points + behind
+        returns, _ = branch_returns(collector, rollouts, states, score.mc, gamma, BRANCH_STREAM, all_at_end=True)
         rows, tokens = torch.tensor(points).T
-        after = rollouts["token_level_scores"][rows, tokens, None].repeat(1, score.mc)
-        after[tokens + 1 < rollouts["response_lengths"][rows]] += gamma * returns[len(points) :]
+        after = rollouts["scores"][rows, None].repeat(1, score.mc)  # behind the last token
+        after[tokens + 1 < rollouts["response_lengths"][rows]] = gamma * returns[len(points) :]
         return rollouts, Branches(rows, tokens, returns[: len(points)], after)

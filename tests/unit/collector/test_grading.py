@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
-from valor.collector.collector import _add_reward_info, _failing_tool, _informative_rows, _metric
+from valor.collector.collector import Collector, _add_reward_info, _failing_tool, _informative_rows, _metric
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
@@ -141,6 +141,15 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
     config["reward"] = reward | {"reward_manager": {"name": "naive"}}
     out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))[0]
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
+
+
+def test_binary_rewards_keep_the_overlong_penalty():
+    buffer = {"enable": True, "len": 4}
+    reward = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer}}
+    config = PPOConfig.model_validate({"reward": reward, "algorithm": {"reward_binarize": True}})
+    penalized = {"overlong_reward": -0.5}
+    results = [RewardResult(0.4, penalized), RewardResult(-0.4, penalized), RewardResult(0.9, {})]
+    assert Collector._outcomes(SimpleNamespace(config=config), results).tolist() == [0.5, -0.5, 1.0]
 
 
 def test_the_overlong_penalty_is_of_an_episodes_longest_row():
