@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     reward_source: Literal["rule_based", "critic"] = "rule_based"
     """Where the reward comes from: the score of reward.*, or the critic's value at the last token (A = V(last) - V)."""
     reward_binarize: bool = key(False, ".reward_source!=critic")
-    """Replace a response's score by 1 where it exceeds reward_threshold, else 0 (before penalties for KL and length)."""
+    """Replace a score by 1 where it exceeds reward_threshold, else 0 (before penalties for KL and length)."""
     reward_threshold: float = key(0.5, {".reward_source!=critic": "", ".reward_binarize": ""})
     """reward_binarize: the score to exceed."""
     reward_noise: NonNegativeFloat = key(0.0, ".reward_source!=critic")
