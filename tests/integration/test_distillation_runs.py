@@ -298,6 +298,8 @@ class TeacherServer:
         numbers = [None, *(float(table[i, token]) for i, token in enumerate(ids[1:])), sampled]
         if self.fault == "refuses" or self.requests >= self.refuses_from:
             return 400, {"message": "prompt logprobs are off"}
+        if self.fault == "short" and len(ids) + 1 > 40:
+            return 400, {"message": "the maximum context length is 40 tokens, and you requested 41"}
         return 200, {"choices": [{"logprobs": None if self.fault == "silent" else {"token_logprobs": numbers}}]}
 
 
@@ -315,7 +317,7 @@ def behind(server: TeacherServer, *more: str) -> list[str]:
 def test_a_teacher_behind_a_server_is_the_one_that_is_loaded(teacher, served, overrides, tmp_path, capsys):
     more = (*ALONE, "trainer.total_training_steps=2", "trainer.save_freq=1")
     assert main(overrides(tmp_path / "here", *taught(teacher, *SIGNAL, *more))) == 0
-    served.refuses_from = 2 + 16 + 1  # the check of tokens, a request a row, and then no more
+    served.refuses_from = 3 + 16 + 1  # the checks, a request a row, and then no more
     assert main(overrides(tmp_path / "served", *behind(served, *more))) == 1
     assert f"the teacher at {served.url} failed: status 400" in capsys.readouterr().err
     served.refuses_from = sys.maxsize
@@ -333,6 +335,7 @@ def test_a_teacher_behind_a_server_is_the_one_that_is_loaded(teacher, served, ov
         ("other tokenizer", "its model has another tokenizer than the policy"),
         ("silent", "it gives no log-probs of a prompt"),
         ("refuses", "status 400: .*prompt logprobs are off"),
+        ("short", "does not score a row of .* = 40 tokens: .*context length is 40.*: serve it with a context of 41"),
     ],
 )
 def test_a_server_that_cannot_teach_is_one_line(fault, line, served, overrides, tmp_path, capsys):

@@ -62,8 +62,9 @@ class PPORun(Run):
         check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
         check_routes(config, inputs)
+        longest = config.data.max_prompt_length + config.data.max_response_length
         for name, teacher in config.distillation.served.items() if config.distillation.enabled else ():
-            check_served(name, teacher, inputs.tokenizer)
+            check_served(name, teacher, inputs.tokenizer, longest)
         check_critic_prompts(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps

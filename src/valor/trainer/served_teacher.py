@@ -43,8 +43,9 @@ def served_log_probs(teacher: TeacherConfig, rows: Batch) -> Tensor:
     return out
 
 
-def check_served(name: str, teacher: TeacherConfig, tokenizer: Any) -> None:
-    """UserError: nobody answers at the teacher's address, it gives no log-probs, or its tokens are not `tokenizer`'s.
+def check_served(name: str, teacher: TeacherConfig, tokenizer: Any, longest: int) -> None:
+    """UserError: nobody answers at the teacher's address, it gives no log-probs, its tokens are not `tokenizer`'s, or
+    it does not read a row of `longest` tokens.
 
     The server reads a text once as text and once as the tokens of `tokenizer`: it must find both equally likely.
     """
@@ -59,6 +60,13 @@ def check_served(name: str, teacher: TeacherConfig, tokenizer: Any) -> None:
             )
         except (RuntimeError, TimeoutError, ValueError) as error:
             raise UserError(f"{key}.url={teacher.url}: {error}") from None
+        try:
+            server.submit(_scored(server, model, (ids * longest)[:longest])).result()
+        except (RuntimeError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"{key}.url={teacher.url}: it does not score a row of data.max_prompt_length + data.max_response_length"
+                f" = {longest} tokens: {error}: serve it with a context of {longest + 1}, or set one of these lower"
+            ) from None
     pairs = zip(text_log_probs[:-1], token_log_probs[:-1], strict=False)  # the last one's token is sampled
     if len(text_log_probs) != len(token_log_probs) or any(abs(a - b) > _SAME for a, b in pairs):
         raise UserError(
