@@ -19,6 +19,10 @@ from valor.trainer.plan import plan
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Critics, Updates, counted
 
+REWARDING_TEACHER = [
+    "distillation={enabled: true, teacher_models: {t: {model_path: /x}}}",
+    "distillation.distillation_loss={loss_mode: k1, use_policy_gradient: true, signal: reward}",
+]
 ENSEMBLE = ["critic.ensemble_size=2", "critic.model.value_head_init=normal"]
 
 
@@ -147,6 +151,7 @@ def test_steps_without_a_clip() -> None:
         ),
         (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
         (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
+        (["algorithm.branch_values.share=0.5", *REWARDING_TEACHER], "no teacher rewards them: set it to 0"),
         (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
         (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.gate=hrad"], "unknown gate 'hrad'"),
         (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.report=1"], "comes from the run"),

@@ -36,6 +36,8 @@ class Branches(Phase):
             f"algorithm.branch_values grade outcomes, which algorithm.{taken} is to do without: drop one of them": (
                 masked or algorithm.reward_source == "critic"
             ),
+            f"{share}: branches are graded, and no teacher rewards them: set it to 0, or "
+            "distillation.distillation_loss.signal=advantage": config.distillation.as_reward,
         }
         yield from where_true(wrong)
 
