@@ -246,9 +246,14 @@ reward.reward_manager.module.* ! a grader of your own is reward.custom_reward_fu
 distillation.distillation_loss.(clip_ratio clip_ratio_low clip_ratio_high) -> {A}. : one policy loss takes all
     advantages
 distillation.distillation_loss.policy_loss_mode -> {A}.policy_loss.loss_mode : one policy loss takes all advantages
+distillation.teacher_model.enable_resource_pool [true] -> distillation.nnodes=1
+distillation.teacher_model.n_gpus_per_node -> distillation.
+distillation.teacher_model.model_path -> distillation.teacher_models.teacher_model.
+distillation.teacher_model.inference.temperature -> distillation.teacher_models.teacher_model.temperature
 distillation.teacher_models.*.inference.temperature -> distillation.teacher_models.*.temperature
-distillation.teacher_models.*.(num_replicas inference.*) : a teacher is a training engine in each of its processes, with
-    no generation engine
+distillation.teacher_models.*.(num_replicas inference.*) distillation.teacher_model.(enable_resource_pool nnodes
+    inference.*) distillation.num_workers : a teacher is a training engine in each of its processes, with no generation
+    engine
 distillation.distillation_loss.(use_chunked_topk chunked_topk_chunk_size) : logits are never held all at once
 trainer.v1.separate_async.hybrid_rollout.* ! training and generation keep their processes: drop it
 trainer.v1.sampler.(custom_sampler.* sampler_kwargs.*) ! which samples come next is

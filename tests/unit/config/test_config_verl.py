@@ -3,6 +3,7 @@
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
+from valor.config.distillation import TeacherConfig
 from valor.config.tree import exists, get_at
 from valor.config.verl import SPELLINGS, find_spelling
 from valor.errors import UserError
@@ -210,6 +211,16 @@ def test_features_that_are_not_asked_for_are_not_refused():
     assert loaded.config == PPOConfig() and loaded.notes == ()
     (note,) = load([f"+{R}.repetition_penalty=1.0"]).notes
     assert note == f"{R}.repetition_penalty has no effect: it is off"
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_one_teacher_of_verls_first_scripts(pool):
+    teacher = "distillation.teacher_model"
+    given = [f"{teacher}.model_path=T", f"{teacher}.enable_resource_pool={pool}", f"{teacher}.nnodes=1"]
+    given += [f"{teacher}.n_gpus_per_node=4", f"{teacher}.inference.temperature=0.9", f"{teacher}.inference.name=vllm"]
+    distillation = load(["distillation.enabled=true", "distillation.num_workers=8", *given]).config.distillation
+    assert distillation.teacher_models == {"teacher_model": TeacherConfig(model_path="T", temperature=0.9)}
+    assert (distillation.nnodes, distillation.n_gpus_per_node) == (int(pool), 4)
 
 
 def test_every_rule_is_about_something_that_is_not_a_key():
