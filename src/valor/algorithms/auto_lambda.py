@@ -41,6 +41,6 @@ def least_error_lambda(
     present = mask.any(1).nonzero().flatten()
     most = max(1, _TOKENS // mask.shape[1])
     chosen = present if len(present) <= most else present[torch.linspace(0, len(present) - 1, most).long()]
-    bias, variance = advantage_errors(*(x[chosen] for x in (rewards, values, value_error, mask)), gamma)
+    bias, variance = advantage_errors(*(x[chosen] for x in (rewards, values, value_error, mask)), gamma=gamma)
     best = int((bias + variance / max(1, len(present))).argmin()) if bool(bias.any()) else len(LAMBDAS) - 1
     return LAMBDAS[best], float(bias[best]), float(variance[best])
