@@ -127,8 +127,8 @@ def grade(
 
 def _several_letters(truth: Any, options: Mapping[str, str]) -> str:
     """The letters of a ground truth that names more than one, in order: "ABD", "A, B", ["A", "B"]; "" for others."""
-    text = "".join(map(str, truth)) if isinstance(truth, list | tuple) else str(truth)
-    letters = re.sub(r"[\s,;\u3001\uff0c]", "", text)
+    text = half_width("".join(map(str, truth)) if isinstance(truth, list | tuple) else str(truth))
+    letters = re.sub(r"[\s,;]", "", text)
     is_several = re.fullmatch("[A-Z]{2,}", letters) and sorted(set(letters)) == list(letters)
     return letters if is_several and text not in options.values() and {*letters} <= {*(options or LETTERS)} else ""
 
@@ -245,9 +245,9 @@ def _options(choices: Any) -> dict[str, str]:
         choices = choices.tolist()
     if isinstance(choices, Mapping) and "text" in choices:
         labels = choices.get("label") or LETTERS
-        return {str(label).upper(): str(text) for label, text in zip(labels, choices["text"], strict=False)}
+        return {half_width(str(label)).upper(): str(text) for label, text in zip(labels, choices["text"], strict=False)}
     if isinstance(choices, Mapping):
-        return {str(letter).upper(): str(text) for letter, text in choices.items() if text is not None}
+        return {half_width(str(letter)).upper(): str(text) for letter, text in choices.items() if text is not None}
     if isinstance(choices, Sequence) and not isinstance(choices, str):
         return {letter: str(text) for letter, text in zip(LETTERS, choices, strict=False)}
     return {}
@@ -255,8 +255,8 @@ def _options(choices: Any) -> dict[str, str]:
 
 def _right_letter(truth: Any, options: Mapping[str, str]) -> str:
     """Raises ValueError when the ground truth names no option: the data is wrong."""
-    text = str(truth).strip()
-    if text.isdigit() and text not in options.values():
+    text = half_width(str(truth)).strip()
+    if text.isdecimal() and text not in options.values():
         index = int(text)
         letters = list(options) or list(LETTERS[:_DEFAULT_CHOICES])
         if 0 <= index < len(letters):

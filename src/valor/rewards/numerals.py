@@ -6,7 +6,7 @@ from fractions import Fraction
 
 # Full-width marks, digits and letters; the tilde is a range in Chinese and a space in LaTeX.
 _HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | str.maketrans(
-    {"\u3000": " ", "\u3002": ". ", "\u3001": ", ", "\uff61": ". "}
+    {"\u3000": " ", "\u3002": ". ", "\u3001": ", ", "\uff61": ". ", "\uffe1": "£", "\uffe5": "¥"}
 )
 
 # Sign and currency in either order, then 1,234.5 or 1234.5 or .5, an exponent, or a simple fraction 3/4.
@@ -14,7 +14,7 @@ _HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | str
 # exponents (m^2) are no numbers.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = (
-    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_^])(?<!\^[-+{])(?P<digits>"
+    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£¥](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_^])(?<!\^[-+{])(?P<digits>"
     + _DIGITS
     + r")"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9]|\.[0-9]))?"

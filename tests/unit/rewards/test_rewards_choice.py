@@ -80,7 +80,7 @@ def test_a_number_may_be_the_text_of_an_option() -> None:
     assert grade("mmlu", "Answer: C", "1", {"choices": ["3", "2", "1"]})["score"] == 1.0
 
 
-@pytest.mark.parametrize("truth", ["F", "copper", "", None, 9])
+@pytest.mark.parametrize("truth", ["F", "copper", "", None, 9, "②"])
 def test_a_ground_truth_that_is_no_option_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="no option"):
         grade("mmlu", "Answer: B", truth, {"choices": OPTIONS})
