@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valor.data.files import SUFFIXES, existing_file, parse_row, read_records, same_text, write_parquet
+from valor.data.files import SUFFIXES, existing_file, parse_row, read_records, same_text, unreadable, write_parquet
 from valor.data.messages import Messages
 from valor.data.recipes import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
@@ -273,7 +273,7 @@ def _file_records(file: Path) -> Records:
         with open(file, newline="", encoding="utf-8-sig") as stream:
             records: Records = [(f"{file}, row {i}", row) for i, row in enumerate(csv.DictReader(stream))]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error})") from None
+        raise unreadable(file, error) from None
     if not records:
         raise UserError(f"{file}: the file holds no rows")
     if where := next((where for where, row in records if None in row), None):

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow as pa
@@ -125,7 +126,7 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded. UserError: it is no non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
     table = f"{file.parent / file.stem}.parquet"
-    csv = f"valor data prepare custom --local {file} --answer-column COLUMN --data-source NAME makes one"
+    csv = f"valor data prepare custom --local {quote(str(file))} --answer-column COLUMN --data-source NAME makes one"
     hints = {
         ".csv": f" (of prompts {csv}, of other rows pandas.read_csv('{file}').to_parquet('{table}'))",
         ".arrow": f" (datasets.Dataset.from_file('{file}').to_parquet('{table}') makes one)",
@@ -145,6 +146,15 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     if message := next((message for message, is_so in wrong.items() if is_so), None):
         raise UserError(f"{file if str(path) and '://' not in str(path) else repr(path)}: {message}")
     return file
+
+
+def unreadable(file: Path, error: Exception) -> UserError:
+    """What to do about a text file that cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(
+            f"{file}: is not in UTF-8: save it so (from Chinese Windows: iconv -f GB18030 -t UTF-8 OLD > NEW)"
+        )
+    return UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again")
 
 
 def parse_row(record: Mapping[str, Any], where: str, data: DataConfig = _USUAL) -> DataRow:
@@ -273,7 +283,7 @@ def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, di
                 check_text(value, where)
                 yield where, value
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again") from None
+        raise unreadable(file, error) from None
 
 
 def _parse_json(text: str, where: str, advice: str) -> Any:

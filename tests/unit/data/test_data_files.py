@@ -168,7 +168,7 @@ def test_malformed_files(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text("{}")
     fails(tmp_path / "f.json", "must hold a list of rows")
     (tmp_path / "g.jsonl").write_bytes(b"\xff\xfe{}")
-    fails(tmp_path / "g.jsonl", "cannot be read")
+    fails(tmp_path / "g.jsonl", "is not in UTF-8", "iconv")
     jsonl(tmp_path / "h.jsonl", [1, 2])
     fails(tmp_path / "h.jsonl", "line 1: a row must be a JSON object")
 

@@ -228,6 +228,14 @@ def test_cells_that_are_missing_or_too_many_are_named(tmp_path: Path, kind: str,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+def test_a_file_in_another_encoding_says_how_to_save_it(tmp_path: Path, kind: str) -> None:
+    (tmp_path / f"a.{kind}").write_bytes('{"prompt": "几个"}'.encode("gbk"))
+    argv = ["--local", str(tmp_path / f"a.{kind}"), "--answer-column", "answer", "--data-source", "mine"]
+    with pytest.raises(UserError, match=r"is not in UTF-8: save it so .*iconv"):
+        main(["custom", *argv, "--out", str(tmp_path / "out")])
+
+
 def test_the_splits_of_your_own_files(tmp_path: Path) -> None:
     for name in ("a_train", "a_val"):
         write(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1})
