@@ -49,8 +49,10 @@ class RunConfig(Section):
     """Stop after so many updates in a row with gradients that are not finite."""
 
     def contradictions(self, at: str) -> Iterator[str]:
-        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
             yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
+        if not self.default_local_dir:
+            yield f"{at}default_local_dir is empty: is a variable of the shell not set?"
 
 
 class SeparateAsyncConfig(Section):

@@ -192,7 +192,7 @@ def verify(folder: Path, only: str = "") -> dict[str, Any]:
 
     Damaged: there is no manifest, or a file is missing, not listed, or has other content.
     """
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     written = {name: facts["sha256"] for name, facts in manifest["files"].items() if name.startswith(only)}
     present = {name for name in _files(folder) if name.startswith(only)}
     faults = [f"{name} is missing" for name in written if name not in present]
@@ -208,7 +208,7 @@ def verify(folder: Path, only: str = "") -> dict[str, Any]:
     return manifest
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         written = json.loads((folder / MANIFEST_FILE).read_bytes())
         manifest = written["manifest"]

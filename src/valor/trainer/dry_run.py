@@ -17,7 +17,7 @@ from valor.errors import UserError
 from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
-from valor.trainer.checkpoints import MANIFEST_FILE
+from valor.trainer.checkpoints import MANIFEST_FILE, read_manifest
 from valor.trainer.checks import placed
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.missing import are_here, missing
@@ -60,6 +60,8 @@ def _of_evaluation(config: EvalConfig) -> PPOConfig:
 def _checks(config: PPOConfig | SupervisedConfig) -> Iterator[Callable[[], Any]]:
     """Each stage alone, so that a mistake in one hides none in another; then all together, as the run has them."""
     yield partial(_check_folder, Path(config.trainer.default_local_dir))
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
+        yield partial(read_manifest, Path(config.trainer.resume_from_path).expanduser())
     if not isinstance(config, CriticRunConfig):
         from_files = getattr(config.data, "taskset", None) is None
         for path in [*config.data.train_files, *(config.data.val_files or [])] if from_files else ():

@@ -105,6 +105,7 @@ class Run(ABC):
             checkpoint = self._find_checkpoint()
             with phase("processes and models"):
                 self.roles = self.start(stack, resuming=checkpoint is not None)
+            stop.raise_again()
             if checkpoint is not None:
                 self.resume(checkpoint)
             if not self.finished:
@@ -117,7 +118,9 @@ class Run(ABC):
                 self.record.say(pool.threads_note)
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
-            yield self.before_steps()
+            metrics = self.before_steps()
+            stop.raise_again()
+            yield metrics
             stopping = False
             while self._unmeasured or not (self.finished or stopping):
                 stop.at_once = False

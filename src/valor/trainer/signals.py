@@ -32,6 +32,7 @@ class StopRequest:
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once, self.saving = at_once, False
         self.signum: int | None = None
+        self._raised: int | None = None
         self._count, self._last = 0, float("-inf")
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -46,11 +47,17 @@ class StopRequest:
         for s, handler in self._previous.items():
             signal.signal(s, handler)
 
+    def raise_again(self) -> None:
+        """Raise Interrupted once more, where a library or a callback from C has swallowed the first."""
+        if self._raised is not None:
+            raise Interrupted(self._raised)
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._last < _ONE_REQUEST_SECONDS:
             return
         self._count, self._last = self._count + 1, time.monotonic()
         if self.at_once or self._count > 1 + self.saving:
+            self._raised = signum
             raise Interrupted(signum)
         name, get_console().may_be_unread = signal.Signals(signum).name, True
         if self._count == 1:

@@ -304,6 +304,11 @@ def test_text_with_dollar_signs_survives_the_yaml_file(tmp_path):
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path="],
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path",
+        ),
+        (["trainer.default_local_dir="], "trainer.default_local_dir is empty"),
     ],
 )
 def test_contradictions_between_keys(argv, line):

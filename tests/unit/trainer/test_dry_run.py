@@ -61,6 +61,7 @@ def test_six_mistakes_of_six_stages_come_together(model, tmp_path, capsys):
         ("trainer.device=cuda", "0 GPUs found"),
         ("trainer.default_local_dir=/dev/null/run", "nothing can be written to '/dev/null'"),
         ("actor_rollout_ref.rollout.name=vllm", None),
+        ("trainer.resume_mode=resume_path trainer.resume_from_path=/no/step_4", "'/no/step_4' is not a Valor checkp"),
         ("data.max_prompt_length=4", "the prompt has 6 tokens, data.max_prompt_length is 4"),
         ("data.train_files=[]", "no data file given: set data.train_files"),
     ],
@@ -71,7 +72,7 @@ def test_the_plan_is_shown_and_what_this_machine_lacks(override, told, model, tm
         monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
         told = "vllm"
     path = rows(tmp_path / "a.jsonl", GOOD)
-    given = [f"actor_rollout_ref.model.path={model}", f"data.train_files={path}", override]
+    given = [f"actor_rollout_ref.model.path={model}", f"data.train_files={path}", *override.split()]
     code, out, lines = run(capsys, "ppo", "data.max_response_length=64", *given)
     lines = [line for line in lines if not line.startswith("note: ")]
     assert code == 2 and "training data" in out

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,6 +172,32 @@ def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
     run = Counting(tmp_path / "run", ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert last_line(run, capsys) == (128 + signal.SIGTERM, "")
     assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+class Swallowing(Counting):
+    """Gets a signal at its start where an exception goes nowhere, as in numba's callbacks from C."""
+
+    def swallowed(self):
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def start(self, stack, *, resuming):
+        if self.step_of_signal == "start":
+            self.swallowed()
+        return super().start(stack, resuming=resuming)
+
+    def before_steps(self):
+        if self.step_of_signal == "before_steps":
+            self.swallowed()
+        return super().before_steps()
+
+
+@pytest.mark.parametrize("at", ["start", "before_steps"])
+def test_a_signal_before_the_first_step_ends_the_run_where_its_exception_is_swallowed(at, tmp_path, capsys):
+    run = Swallowing(tmp_path / "run")
+    run.step_of_signal = at
+    code, line = last_line(run, capsys)
+    assert (code, run.step, line.split(":")[0]) == (128 + signal.SIGTERM, 0, "SIGTERM")
 
 
 def test_a_signal_that_comes_twice_within_a_second_is_one(tmp_path, capsys, monkeypatch):
