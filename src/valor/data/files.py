@@ -129,6 +129,7 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     csv = f"valor data prepare custom --local {quote(str(file))} --answer-column COLUMN --data-source NAME makes one"
     hints = {
         ".csv": f" (of prompts {csv}, of other rows pandas.read_csv('{file}').to_parquet('{table}'))",
+        ".xlsx": f" (save it as CSV UTF-8, then {csv.replace('.xlsx', '.csv')})",
         ".arrow": f" (datasets.Dataset.from_file('{file}').to_parquet('{table}') makes one)",
     }
     saved = f": datasets.load_from_disk('{file}').to_parquet('{table}')" if (file / "state.json").exists() else ""

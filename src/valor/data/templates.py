@@ -51,7 +51,7 @@ def template_text(text: str) -> str:
     if "{{" in text or "{%" in text:
         return text
     try:
-        return Path(text).expanduser().read_text(encoding="utf-8")
+        return Path(text).expanduser().read_text(encoding="utf-8-sig")  # a mark of the file would stand in every prompt
     except (OSError, ValueError, RuntimeError) as error:
         why = f"custom_chat_template={text[:99]!r} is no Jinja text, and no file that can be read ({error})"
         raise UserError(why[:300]) from None

@@ -130,6 +130,8 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")
     fails(tmp_path / "saved", "is a folder", "datasets.load_from_disk(", "saved.parquet')")
+    (tmp_path / "of mine.xlsx").write_text("x")
+    fails(tmp_path / "of mine.xlsx", "save it as CSV UTF-8", f"--local '{tmp_path / 'of mine.csv'}'")
     (tmp_path / "data.arrow").write_text("x")
     fails(tmp_path / "data.arrow", "datasets.Dataset.from_file(", "data.parquet')")
     (tmp_path / "a.csv").write_text("x")

@@ -161,12 +161,13 @@ def test_a_template_is_text_or_a_file(tmp_path, monkeypatch):
     text = "{{ messages[0]['content'] }}"
     (tmp_path / "chat.jinja").write_text(f"{text}\n")
     (tmp_path / "plain").write_text(text)
+    (tmp_path / "of_windows").write_text(text, encoding="utf-8-sig")
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe{{")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in ("chat.jinja", "./chat.jinja", "~/chat.jinja", str(tmp_path / "chat.jinja")):
         assert template_text(given) == f"{text}\n"
-    assert template_text("plain") == template_text(text) == text
+    assert template_text("plain") == template_text("of_windows") == template_text(text) == text
     for given in (
         "other.jinja",
         "~/none.j2",
