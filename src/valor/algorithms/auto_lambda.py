@@ -24,7 +24,7 @@ def advantage_errors(
 
     def scan(x: Tensor) -> Tensor:
         decays = (gamma * lambdas).expand(count, rows, 1).flatten()
-        return suffix_scan(x.double().repeat(count, 1), decays, mask.repeat(count, 1)).view(count, rows, -1)
+        return suffix_scan(x.double().repeat(count, 1), decays, mask.repeat(count, 1)).view(count, rows, mask.shape[1])
 
     delta = rewards + gamma * at_next_token(values, mask) - values
     bias = (1 - lambdas) * scan(gamma * at_next_token(value_error, mask))

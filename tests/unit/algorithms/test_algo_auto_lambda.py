@@ -41,6 +41,7 @@ def test_errors_are_those_of_plain_loops():
         pytest.approx(float(variance[LAMBDAS.index(lam)])),
     )
     assert least_error_lambda(rewards, values, torch.zeros(3, 5), mask, GAMMA)[0] == 1.0
+    assert least_error_lambda(rewards, values, error, torch.zeros(3, 5), GAMMA) == (1.0, 0.0, 0.0)  # no token
 
 
 def test_some_of_many_responses_stand_for_all(monkeypatch):

@@ -44,7 +44,7 @@ def test_prefixes():
     ("key", "text"),
     [
         ("trainer.total_epochs", "integer > 0"),
-        ("algorithm.lam", "number from 0 to 1"),
+        ("algorithm.lam", "number from 0 to 1 or auto"),
         ("actor_rollout_ref.rollout.top_p", "number > 0 and <= 1"),
         ("trainer.val_only", "true/false"),
         ("trainer.resume_mode", "one of auto, disable, resume_path"),

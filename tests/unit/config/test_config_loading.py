@@ -148,7 +148,7 @@ def test_all_mistakes_at_once_one_line_each():
         "unknown key 'actor.optim.lr': did you mean 'actor_rollout_ref.actor.optim.lr'?",
         "trainer.total_epochs: expected integer > 0, got 'abc'",
         "trainer.device: expected one of auto, cpu, cuda, got 'gpu'",
-        "algorithm.lam: expected number from 0 to 1, got 1.5",
+        "algorithm.lam: expected number from 0 to 1 or auto, got 1.5",
         "critic: is a section, got null: set its keys (see `valor config keys critic`)",
         "unknown key 'trainer.logger.console': 'trainer.logger' is a value, it has no keys of its own",
         "trainer.seed: write null, not None",
@@ -182,7 +182,7 @@ def test_the_key_that_was_meant_is_named(key, meant):
 def test_one_wrong_source_is_one_line():
     assert mistakes("actor_rollout_ref.actor.ppo_epochs=x", "algorithm.lam=y") == [
         "actor_rollout_ref.actor.ppo_epochs: expected integer > 0, got 'x'",
-        "algorithm.lam: expected number from 0 to 1, got 'y'",
+        "algorithm.lam: expected number from 0 to 1 or auto, got 'y'",
     ]
 
 
