@@ -139,6 +139,8 @@ def test_a_fit_to_other_features_is_refused_in_a_line(overrides, tmp_path, capsy
     assert main(overrides(tmp_path / "next", *PROBE, one_step, start)) == 0
     assert main(overrides(tmp_path / "other", *PROBE, one_step, start, "critic.probe.features=64")) == 2
     assert "was fitted to" in capsys.readouterr().err
+    assert main(overrides(tmp_path / "frozen", *AUTO, one_step, start, "critic.freeze=true")) == 2
+    assert "was fitted without it" in capsys.readouterr().err
 
 
 class _States:

@@ -55,8 +55,10 @@ class RunInputs:
         splits = [rows for rows in (self.train, self.val) if rows is not None]
         parts = answers | parts_of(row.messages for rows in splits for row in rows)
         parts |= {"tools"} if answers or any(rows.has_tools for rows in splits) else set()
-        of_rows = {name for rows in splits for row in rows for name in row.template_kwargs}
-        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=answers, of_rows=of_rows)
+        row_arguments = {name for rows in splits for row in rows for name in row.template_kwargs}
+        ask_template(
+            self.tokenizer, parts, data.apply_chat_template_kwargs, needed=answers, row_arguments=row_arguments
+        )
         if answers:
             _ask_format(self.tokenizer, config)
         dynamic = config.algorithm.filter_groups.enable

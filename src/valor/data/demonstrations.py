@@ -78,7 +78,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
             )
             logger.warning(message, split, "', '".join(left), data.prompt_key)
         if split == "train":
-            ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"], of_rows=names)
+            ask_template(tokenizer, parts, data.apply_chat_template_kwargs, needed=["assistant"], row_arguments=names)
         if len(rows) > len(numbers):
             logger.warning("%s: %d chats are %d rows (the template rewrites turns)", split, len(numbers), len(rows))
         self._rows: list[Demonstration] = []

@@ -92,10 +92,10 @@ def ask_template(
     parts: Collection[str],
     kwargs: Mapping[str, Any] | None = None,
     needed: Collection[str] = (),
-    of_rows: Collection[str] = (),
+    row_arguments: Collection[str] = (),
 ) -> None:
-    """Log which of a run's `parts` and arguments (`kwargs`, and names `of_rows`) the template leaves out, and the end
-    of a turn, if not the tokenizer's end token.
+    """Log which of a run's `parts` and arguments (`kwargs`, and names in `row_arguments`) the template leaves out, and
+    the end of a turn, if not the tokenizer's end token.
 
     UserError: the template cannot be rendered, or leaves out what the user says or a `needed` part.
     """
@@ -107,7 +107,7 @@ def ask_template(
                 if part in needed:
                     raise UserError(f"the chat template leaves out {name}: give another as custom_chat_template")
     read = {*signature(tokenizer.apply_chat_template).parameters, *re.findall(r"\w+", str(tokenizer.chat_template))}
-    for name in sorted({*(kwargs or ()), *of_rows} - read):
+    for name in sorted({*(kwargs or ()), *row_arguments} - read):
         near = did_you_mean(name, read, cutoff=0.68)
         logger.warning("the chat template does not read '%s': it has no effect%s", name, near)
     end = end_of_turn(tokenizer)

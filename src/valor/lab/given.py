@@ -150,8 +150,8 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
 
 
 def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
-    """A row as `plain_rows.read_plain` reads it, with its images as paths or data URIs in place of those in
-    `extra_info`; `keep_prompt`: that holds the prompt too, unchanged."""
+    """A row as `plain_rows.read_plain` reads it, with its images as paths or data URIs; `keep_prompt`: its
+    `extra_info` holds the prompt too, unchanged."""
     read = read_plain(row)
     if keep_prompt:
         read["extra_info"][PROMPT] = row[prompt_column(row)]
@@ -162,7 +162,9 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
             read[name] = [
                 str(x.absolute()) if isinstance(x, Path) else _URI + base64.b64encode(x).decode() for x in images
             ]
-            del read["extra_info"][name]
+            texts = row[name] if isinstance(row[name], list | tuple) else [row[name]]
+            if not all(isinstance(x, str | None) for x in texts):  # no JSON; paths stay, as in rows of files
+                del read["extra_info"][name]
     return read
 
 

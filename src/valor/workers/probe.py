@@ -50,6 +50,11 @@ class ProbeCritic:
         self._fit, *self._halves = (OnlineRidge(probe.forgetting) for _ in range(1 + 2 * config.measures_lambda))
         if probe.path is not None:
             self._read(Path(probe.path))
+        if config.critic.freeze and not all(fit.state for fit in self._halves):
+            raise UserError(
+                f"algorithm.lam=auto measures the error of a critic, and '{probe.path}' was fitted without it: set lam "
+                "to a number, or critic.freeze=false"
+            )
 
     @property
     def data_parallel_rank(self) -> int:

@@ -84,7 +84,7 @@ def test_arguments_that_a_template_does_not_read_are_told(caplog):
     tokenizer = tokenizer_of("{% if thinking %}t{% endif %}" + CHATML)
     given = {"enable_thinking": False, "thinking": True, "add_generation_prompt": False, "continue_final_message": True}
     with caplog.at_level(logging.WARNING):
-        ask_template(tokenizer, set(), given, of_rows=["tools", "thinking", "effort"])
+        ask_template(tokenizer, set(), given, row_arguments=["tools", "thinking", "effort"])
     assert [one for one in caplog.messages if "does not read" in one] == [
         "the chat template does not read 'effort': it has no effect",
         "the chat template does not read 'enable_thinking': it has no effect; did you mean thinking?",

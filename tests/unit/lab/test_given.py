@@ -68,6 +68,8 @@ def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
     file = data_files("train", [{"prompt": "what", "image": "b.png"}], partial(prompt_row, keep_prompt=False))
     file.into(tmp_path / "inputs")
     assert read_rows(tmp_path / "inputs" / file.name)[0].extra_info == {"image": "b.png"}
+    row = prompt_row({"prompt": "what", "image": "a.png"}, keep_prompt=False)  # a function for rewards may read it
+    assert row["image"] == [str(tmp_path / "a.png")] and row["extra_info"] == {"image": "a.png"}
     with pytest.raises(UserError, match=r"line 1, image 0: there is no file 'b\.png'"):
         read_rows(tmp_path / "inputs" / file.name, DataConfig(image_key="image"))
 

@@ -53,8 +53,8 @@ class PromptValues(Phase):
         if not rows:
             return Batch(), {}
         # A value is that of the state before a token: which token follows the prompt makes no difference.
-        asked = text_rows([inputs.train[row].prompt_ids for row in rows], [inputs.eos_token_ids[:1]] * len(rows))
-        asked["response_mask"] = torch.ones_like(asked["responses"])
-        values, _ = self.resources.critics.compute_values(asked)
+        questions = text_rows([inputs.train[row].prompt_ids for row in rows], [inputs.eos_token_ids[:1]] * len(rows))
+        questions["response_mask"] = torch.ones_like(questions["responses"])
+        values, _ = self.resources.critics.compute_values(questions)
         inputs.sampler.predict(rows, values["values"][:, 0].tolist())
         return Batch(), {}
