@@ -123,7 +123,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any
         seconds.append(time.perf_counter() - began)
     if rank == 0:
         out.put((statistics.median(seconds[2:]), passes[0], dict(listener.said)))
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
 
 
 def run(world: int, args: argparse.Namespace) -> tuple[float, int, Said]:

@@ -98,7 +98,7 @@ def main() -> None:
             f"share {operations / most / seconds:.2f}",
             flush=True,
         )
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
 
 
 if __name__ == "__main__":

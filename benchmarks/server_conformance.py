@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from valor.config import RolloutConfig
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import TrainingStopped, UserError, WorkersReplaced
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
             else:
                 print(f"ok    {name.replace('_', ' ')}")
     finally:
-        destroy_process_group()
+        leave_process_group()
     return int(failed > 0)
 
 

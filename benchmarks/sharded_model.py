@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from valor.config.engine import FSDPConfig, ModelConfig, OptimConfig
 from valor.data.batch import Batch
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.engines.fsdp.engine import build_fsdp
 from valor.errors import UserError
 from valor.models.load import load_policy
@@ -124,5 +124,5 @@ def on_rank(folder: str, out: Path, rows: dict[str, torch.Tensor], rank: int, wo
     result["after"] = outputs("log_probs")
     if rank == 0:
         torch.save(result, out / f"{world}.pt")
-    destroy_process_group()
+    leave_process_group()
     return 0

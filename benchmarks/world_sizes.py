@@ -80,7 +80,7 @@ def measure(rank: int, world: int, port: int, root: Path, fsdp: dict[str, Any], 
     found = train(device, fsdp, peak, root / "model")
     peaks = peak.take()
     out.put((rank, *found, *(peaks[f"perf/peak_rss_gb/{call}"] - bare for call in ("update 1", "load"))))
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
 
 
 def row(world: int, name: str, fsdp: dict[str, Any], root: Path) -> str:

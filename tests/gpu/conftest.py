@@ -22,5 +22,5 @@ def cuda():
     from valor.engines import distributed
 
     yield distributed.init_process_group("cuda")
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
     torch.cuda.empty_cache()

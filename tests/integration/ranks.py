@@ -57,7 +57,7 @@ def run_rank(rank: int, world: int, port: int, function: Callable[..., None], ar
     torch.set_num_threads(1)
     distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
     function(*arguments)
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
 
 
 def _wait(running: dict[int, Forked], logs: list[Path]) -> None:

@@ -185,7 +185,7 @@ def root(forks, tmp_path_factory):
     single.save(path / "from_one")
     run_ranks(forks, path, 2, run_rank, path)
     yield path
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
 
 
 @pytest.fixture(scope="module")

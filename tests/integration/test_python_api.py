@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -98,14 +101,26 @@ def test_two_runs_of_a_process_do_not_write_into_one_folder(tiny, tmp_path):
     third.close()
 
 
+def test_two_runs_step_by_step_are_those_alone(tiny, tmp_path):
+    def start(folder, algorithm):
+        reward = lambda completions: [float(sum(map(str.isdigit, text))) for text in completions]  # noqa: E731
+        return valor.PPO(tiny["model"], SUMS, reward=reward, algorithm=algorithm, **settings(tmp_path / folder))
+
+    assert len(list(zip(start("grpo", "grpo"), start("ppo", "ppo"), strict=True))) == 3
+    for algorithm in ("grpo", "ppo"):
+        start(f"{algorithm} alone", algorithm).train()
+        assert_same_run(tmp_path / algorithm, tmp_path / f"{algorithm} alone")
+
+
 def test_a_run_that_was_left_goes_on(tiny, tmp_path):
     def start(steps, folder="run"):
         made = settings(tmp_path / folder, total_training_steps=steps)
         reward = lambda completions: [len(set(completions[0]))]  # noqa: E731  # lambdas travel too
         return valor.PPO(tiny["model"], SUMS, reward=reward, algorithm="grpo", **made)
 
-    with start(2) as run:
-        next(run)
+    with pytest.raises(KeyError, match="'rewards'"), start(2) as run:  # a mistake of the loop's body
+        next(run)["rewards"]
+    assert (tmp_path / "run/global_step_1").is_dir()
     assert start(2).train().metrics[-1]["training/global_step"] == 2
     resumed = start(3).train()
     assert [one["training/global_step"] for one in resumed.metrics] == [1, 2, 3]
@@ -113,6 +128,31 @@ def test_a_run_that_was_left_goes_on(tiny, tmp_path):
     assert again.metrics == resumed.metrics
     start(3, "whole").train()
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+
+
+SCRIPT = """
+import sys
+import valor
+from test_python_api import SUMS, settings
+
+model, folder = sys.argv[1:]
+inputs = dict(train_data=SUMS, reward=lambda completions: [1.0], algorithm="grpo")
+runs = [valor.PPO(model, **inputs, **settings(folder + name)) for name in "ab"]
+next(runs[0])
+for metrics in runs[1]:
+    metrics["rewards"]
+"""
+
+
+def test_a_script_that_ends_between_two_steps_ends_its_runs(tiny, tmp_path):
+    """An error in a loop's body saves what was trained, as one inside a step does."""
+    command = [sys.executable, "-c", SCRIPT, str(tiny["model"]), f"{tmp_path}/"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    error = done.stderr[done.stderr.index("Traceback") :]
+    assert done.returncode == 1 and "KeyError: 'rewards'" in error and "Exception ignored" not in error
+    assert "src/valor" not in error, "the user's error, and the way to it, alone"
+    assert "goes on from" in error
+    assert [(tmp_path / run / "global_step_1").is_dir() for run in "ab"] == [True, True]
 
 
 def test_under_ray_with_a_loaded_model(tiny, tmp_path, hosts):

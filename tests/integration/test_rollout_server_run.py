@@ -29,7 +29,7 @@ from two_turns import settings
 from forked import Forked, Forks
 from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.config import RolloutConfig
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
@@ -152,7 +152,7 @@ def engine(server) -> Iterator[ServerEngine]:
     init_process_group("cpu")
     section = {"base_url": server.url, "model": str(server.folder), "timeout": 120}
     yield ServerEngine(RolloutConfig(name="server", server=section, dtype="float32"), eos_token_ids=[1])
-    destroy_process_group()
+    leave_process_group()
     print((server.folder / "server.log").read_text()[-8000:])  # shown where the test has failed
 
 

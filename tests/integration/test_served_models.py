@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.config import RolloutConfig
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
@@ -38,7 +38,7 @@ def group(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     init_process_group("cpu")
     yield
-    destroy_process_group()
+    leave_process_group()
 
 
 def asks(*servers: Served, name: str = "sglang") -> list[str]:

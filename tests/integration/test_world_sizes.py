@@ -127,4 +127,4 @@ def test_checkpoints_go_from_one_rank_to_several_and_back(found, world):
     engine = build(Case("actor"))
     engine.load(found[world] / "checkpoint")
     assert_same(whole_state(engine), state(world, "saved"))
-    distributed.destroy_process_group()
+    distributed.leave_process_group()

@@ -16,7 +16,11 @@ class LocalGroup(WorkerGroup):
         assert pool.world_size == 1
         self._host = WorkerHost(0, 1, pool.device, pool.num_threads, deterministic=pool.deterministic)
         self._host.connect()
-        self._host.build(specs)
+        try:
+            self._host.build(specs)
+        except BaseException:
+            self._host.close()
+            raise
 
     def run(
         self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None

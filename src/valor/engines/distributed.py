@@ -1,4 +1,4 @@
-"""Process groups: one per run, gloo on CPUs and nccl on GPUs, without any network for a group of one."""
+"""The process group of all runs of a process: gloo on CPUs, nccl on GPUs, no network for a group of one."""
 
 from datetime import timedelta
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from valor.errors import UserError
 
 _TIMEOUT = timedelta(minutes=30)
+_members = 0  # who have joined this process's group and not left it: two runs, or the user's own script and a run
 
 
 def select_device(device: str, gpu: int = 0) -> torch.device:
@@ -31,9 +32,10 @@ def init_process_group(
 ) -> torch.device:
     """Join the group of `world_size` ranks whose rank 0 listens at address:port; returns this rank's device.
 
-    A group of one lives in this process alone. Joining the same group again is a no-op; another one is a ValueError
-    until `destroy_process_group`.
+    A group of one lives in this process alone. Joining the same group again only counts; another one is a ValueError
+    until all have left by `leave_process_group`.
     """
+    global _members
     chosen = select_device(device, gpu)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -41,6 +43,7 @@ def init_process_group(
         joined = (dist.get_rank(), dist.get_world_size())
         if joined != (rank, world_size):
             raise ValueError(f"this process is rank {joined[0]} of {joined[1]}; it cannot be {rank} of {world_size}")
+        _members = max(_members, 1) + 1  # a group that nobody here has made is the user's
         return chosen
     if world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -52,12 +55,15 @@ def init_process_group(
         )
     backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    _members = 1
     return chosen
 
 
-def destroy_process_group() -> None:
-    """Leave the group if there is one."""
-    if dist.is_initialized():
+def leave_process_group() -> None:
+    """Leave the group, which ends with its last member."""
+    global _members
+    _members = max(_members - 1, 0)
+    if _members == 0 and dist.is_initialized():
         dist.destroy_process_group()
 
 

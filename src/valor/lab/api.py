@@ -4,11 +4,14 @@ Configuration, folder and checkpoints are those of the command line: objects bec
 command `run.command` repeats the run.
 """
 
+import atexit
 import shlex
 import shutil
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property, partial, wraps
+from contextlib import AbstractContextManager, suppress
+from functools import cache, cached_property, partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,6 +29,7 @@ from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
 P = ParamSpec("P")
+_open_runs: "weakref.WeakSet[PythonRun]" = weakref.WeakSet()
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
@@ -150,8 +154,14 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         if self._steps is not None:
             self._steps.close()
         self._run = self._steps = None
+        _open_runs.discard(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """End what runs; `error` in a loop's body first saves the last complete step, as one in a step does."""
+        if error is not None and self._steps is not None:
+            with suppress(type(error), RuntimeError):  # StopIteration becomes one
+                self._steps.throw(error)
+            error.__traceback__ = traceback  # of the loop's body alone
         self.close()
 
     def _open(self) -> None:
@@ -162,8 +172,15 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
                 run.resume_from = run.record.checkpoints.path(self._last_step)
             self._steps = run.steps()
             self.metrics_before = _numbers(self._next()) or self.metrics_before
+            self._end_with_script()
             self.metrics = self._metrics_to(run.step)
             run.stop.at_once = True
+
+    def _end_with_script(self) -> None:
+        _open_runs.add(self)
+        _save_at_errors()
+        atexit.unregister(_end_open_runs)
+        atexit.register(_end_open_runs)  # last, so that it is called before Ray's
 
     def _metrics_to(self, last: int) -> list[dict[str, Any]]:
         """Of each step up to `last`: as this process measured them, else as metrics.jsonl has them."""
@@ -204,6 +221,23 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         if run is not None:
             shutil.rmtree(folder)
         return model.eval()
+
+
+@cache
+def _save_at_errors() -> None:
+    """An error that ends the script first ends its runs, which saves them; `atexit` would be too late for that."""
+    report = sys.excepthook
+
+    def end_runs(*error: Any) -> None:
+        _end_open_runs(*error)
+        report(*error)
+
+    sys.excepthook = end_runs
+
+
+def _end_open_runs(*error: Any) -> None:
+    for run in list(_open_runs):
+        run.__exit__(*(error or (None, None, None)))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

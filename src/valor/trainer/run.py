@@ -136,7 +136,7 @@ class Run(ABC):
                     if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                         self.save()
                         stopping = stop.signum is not None  # while it saved: there is nothing to finish
-                yield metrics
+                    yield metrics
             stop.at_once = False
             self.after_steps()
             self.record.finish()

@@ -175,4 +175,4 @@ class WorkerHost:
             if hasattr(role, "close"):
                 role.close()
         self.context.roles.clear()
-        distributed.destroy_process_group()
+        distributed.leave_process_group()

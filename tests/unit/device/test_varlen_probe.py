@@ -60,7 +60,7 @@ def engine(monkeypatch):
         optim=OptimConfig(),
         device=torch.device("cpu"),
     )
-    distributed.destroy_process_group()
+    distributed.leave_process_group()
     attention._varlen_agrees.cache_clear()
 
 

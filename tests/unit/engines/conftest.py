@@ -10,4 +10,4 @@ def alone():
     """A gloo group of this process alone, left at the end of the test file."""
     distributed.init_process_group("cpu")
     yield
-    distributed.destroy_process_group()
+    distributed.leave_process_group()

@@ -13,14 +13,26 @@ def test_a_group_of_one_and_back():
     try:
         assert device == torch.device("cpu")
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-        assert distributed.init_process_group("cpu") == device  # again: nothing happens
+        assert distributed.init_process_group("cpu") == device
+        distributed.leave_process_group()
+        assert dist.is_initialized(), "a second run of this process that ends leaves the first its group"
         with pytest.raises(ValueError, match="rank 0 of 1"):
             distributed.init_process_group("cpu", rank=1, world_size=2, address="127.0.0.1", port=1)
         assert distributed.max_over_ranks(7) == 7
     finally:
-        distributed.destroy_process_group()
+        distributed.leave_process_group()
     assert not dist.is_initialized()
-    distributed.destroy_process_group()  # again: nothing happens
+    distributed.leave_process_group()  # again: nothing happens
+
+
+def test_a_group_of_the_user_stays():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        distributed.init_process_group("cpu")
+        distributed.leave_process_group()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_several_ranks_need_an_address():

@@ -12,7 +12,7 @@ import torch
 from fake_server import DESCRIBED, LOGITS, FakeServer, tokenizer
 
 from valor.config import RolloutConfig
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.server import client as client_module
@@ -37,7 +37,7 @@ def servers(monkeypatch) -> Iterator[list[FakeServer]]:
     yield fakes
     for fake in fakes:
         fake.close()
-    destroy_process_group()
+    leave_process_group()
 
 
 def settings(servers: list[FakeServer], *, server: dict | None = None, **more: object) -> RolloutConfig:

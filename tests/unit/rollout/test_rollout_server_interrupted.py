@@ -7,7 +7,7 @@ from fake_server import FakeServer
 from test_rollout_server import WEIGHTS, settings, started
 
 from interruptions import aborted, resumed, served
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Abort, Output, Request, SamplingParams, Span, StopTexts
 from valor.rollout.server import client as client_module
@@ -30,7 +30,7 @@ def servers(monkeypatch) -> Iterator[list[FakeServer]]:
     yield fakes
     for fake in fakes:
         fake.close()
-    destroy_process_group()
+    leave_process_group()
 
 
 def requests(count: int = 4, **more: object) -> list[Request]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Mo
 
 from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.config import ModelConfig, RolloutConfig
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.errors import UserError
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
@@ -78,7 +78,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
     def stop() -> None:
         while running:
             running.popitem()[1].close()
-        destroy_process_group()
+        leave_process_group()
 
     def make(model: PreTrainedModel, **settings: object) -> RolloutEngine:
         key = (type(model), model.config.tie_word_embeddings, str(settings))

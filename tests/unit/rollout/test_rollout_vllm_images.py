@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tiny_vision import END, IMAGE, make_model, picture
 from valor.config import ModelConfig, RolloutConfig
 from valor.data.images import ImageFiles, in_parts
-from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.engines.distributed import init_process_group, leave_process_group
 from valor.models.export import published_weights
 from valor.models.internals import processor_without_video
 from valor.models.policy import PolicyModel
@@ -45,7 +45,7 @@ def engine(model: Path) -> Iterator[RolloutEngine]:
     made = GENERATION_ENGINES["vllm"].build(context)
     yield made
     made.close()
-    destroy_process_group()
+    leave_process_group()
 
 
 def test_samples_and_log_probs_are_those_of_the_policy_after_each_update(
