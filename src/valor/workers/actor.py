@@ -26,7 +26,7 @@ from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.tracking.metrics import reduce_metrics
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RunFacts, WorkerContext
-from valor.workers.model_role import ModelRole, without_tokens
+from valor.workers.model_role import ModelRole
 
 Address = tuple[str, int]
 
@@ -95,8 +95,7 @@ class ActorWorker(ModelRole):
             for rows, compared in self._passes(mini_batch):
                 with compared as reference:
                     metrics.append(engine.forward_backward(rows, self._loss, reference=reference, **options))
-            step = engine.optimizer_step(advance_schedule=meta["last_of_step"], **without_tokens(mini_batch))
-        return self.sum_over_ranks(reduce_metrics(metrics)) | step
+            return self.apply_gradients(mini_batch, reduce_metrics(metrics), advance_schedule=meta["last_of_step"])
 
     @Dispatch("all", light=True)
     def version(self) -> int:

@@ -26,12 +26,6 @@ def longer_rows(rows: Batch) -> Batch:
     return rows.union(Batch({"responses": longer, "response_lengths": rows["response_lengths"] + 1}))
 
 
-def without_tokens(mini_batch: Batch) -> dict[str, bool]:
-    """Option of the optimizer step after a mini-batch without a token to learn from; engines that know no such option
-    can be used as long as there is one."""
-    return {} if mini_batch.meta.get("learns", True) else {"learns": False}
-
-
 class ModelRole:
     """One rank of a role, whose engine is built from the role's configuration, `section`, and chosen by its `strategy`.
 
@@ -92,8 +86,18 @@ class ModelRole:
         """One optimizer step on this rank's rows of a batch; metrics are of the whole batch, over all ranks."""
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(batch, loss, **options)
-            step = engine.optimizer_step(advance_schedule=advance_schedule, **without_tokens(batch))
-        return self.sum_over_ranks(metrics) | step
+            return self.apply_gradients(batch, metrics, advance_schedule=advance_schedule)
+
+    def apply_gradients(
+        self, batch: Batch, metrics: Mapping[str, float], *, advance_schedule: bool = True
+    ) -> dict[str, float]:
+        """The optimizer's step after the passes over a batch; its metrics and theirs, over all ranks.
+
+        Without a token to learn from there are only its own: zeros of such a loss are no measurements.
+        """
+        learns = batch.meta.get("learns", True)  # engines that know no such option need none until then
+        step = self.engine.optimizer_step(advance_schedule=advance_schedule, **({} if learns else {"learns": False}))
+        return self.sum_over_ranks(metrics) | step if learns else step
 
     def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of this rank's rows as those of the whole batch, equal on all ranks (collective)."""

@@ -36,6 +36,8 @@ class Branches(Phase):
             f"algorithm.branch_values grade outcomes, which algorithm.{taken} is to do without: drop one of them": (
                 masked or algorithm.reward_source == "critic"
             ),
+            "algorithm.use_kl_in_reward is no part of what branches earn: set "
+            "actor_rollout_ref.actor.use_kl_loss=true instead": algorithm.use_kl_in_reward,
             f"{share}: branches are graded, and no teacher rewards them: set it to 0, or "
             "distillation.distillation_loss.signal=advantage": config.distillation.as_reward,
         }
