@@ -40,7 +40,9 @@ _LABEL_LINE = re.compile(rf"^([ \t]*{_LABEL}[ \t]*:?)[ \t]*\n\s*(?=[-+\[]*\d)", 
 _TAG = re.compile(rf"(?:<{_LABEL}>|\[(?:result|{_LABEL})\]\s*:?)\s*|</{_LABEL}>", re.IGNORECASE)
 _JSON = re.compile(r"^[ \t`]*(?:json)?[ \t]*(?=\{)", re.MULTILINE)
 _ALONE = re.compile(rf"\s*{_NUMBER}{_MOST}\s*\.?\s*")
-_COMMENT = re.compile(r"$|[.。;!]|,(?!\s*\d)|-\s|\(")  # what may follow a verdict on its line
+_COMMENT = re.compile(
+    r"$|[.。;!]|,(?!\s*\d)|-\s|\(|(?:because|since|as|due to)\b|因为|由于", re.IGNORECASE
+)  # what may follow a verdict on its line
 _SENTENCE = re.compile(r"(?<=[.!?。!?;])\s*|[{,]\s*(?=score\b)", re.IGNORECASE)
 
 

@@ -151,7 +151,7 @@ def test_steps_without_a_clip() -> None:
         ),
         (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
         (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
-        (["algorithm.branch_values.share=0.5", "algorithm.use_kl_in_reward=true"], "set .*use_kl_loss=true instead"),
+        (["algorithm.branch_values.share=0.5", "algorithm.use_kl_in_reward=true"], "actor.use_kl_loss=true instead"),
         (["algorithm.branch_values.share=0.5", *REWARDING_TEACHER], "no teacher rewards them: set it to 0"),
         (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
         (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.gate=hrad"], "unknown gate 'hrad'"),
