@@ -156,6 +156,9 @@ def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
 def _line(root: type[BaseModel], name: str, detail: ErrorDetails) -> str:
     key, value, location = schema(root).get(name), detail["input"], ".".join(map(str, detail["loc"]))
     if key is not None and get_origin(key.info.annotation) is dict and location != name:  # entries of a user's naming
+        if detail["type"] == "model_type":
+            entry_key = location.removeprefix(f"{name}.")
+            return f"{location}: got {show(value)}, but each entry has a name: write {name}.NAME.{entry_key}"
         message = detail["msg"] if detail["type"] != "extra_forbidden" else "there is no such key"
         return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
     if detail["type"] == "extra_forbidden" or key is None:

@@ -186,6 +186,13 @@ def test_one_wrong_source_is_one_line():
     ]
 
 
+def test_an_entry_without_its_name_is_shown_where_the_name_belongs():
+    assert mistakes("distillation.teacher_models.model_path=/x") == [
+        "distillation.teacher_models.model_path: got '/x', but each entry has a name: write "
+        "distillation.teacher_models.NAME.model_path"
+    ]
+
+
 def test_a_near_choice_is_offered():
     [line] = mistakes("actor_rollout_ref.actor.loss_agg_mode=token_mean")
     assert line.endswith("got 'token_mean'; did you mean token-mean?")
