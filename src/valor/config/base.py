@@ -170,6 +170,16 @@ def as_path(text: str) -> str:
 PathStr = Annotated[str, AfterValidator(as_path)]
 """A path (a leading ~ is expanded) or a Hugging Face hub id."""
 
+
+def _not_empty(path: str) -> str:
+    if not path:
+        raise ValueError("expected the path of a folder, got nothing: is a variable of the shell not set?")
+    return path
+
+
+FolderStr = Annotated[PathStr, AfterValidator(_not_empty)]
+"""Where files are written: empty, they would go into the working directory."""
+
 PathList = list[PathStr]
 """One path or a list of paths; always a list after validation."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, key, section
+from valor.config.base import FolderStr, PathList, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
@@ -99,7 +99,7 @@ class CriticPretrainConfig(CriticRunConfig):
 class ScoreConfig(Section):
     """On what a critic is judged."""
 
-    out: PathStr = "scorecard"
+    out: FolderStr = "scorecard"
     """Folder for scorecard.json, scorecard.html and the rollouts."""
     rollouts: PathList | None = None
     """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each validation prompt."""
@@ -136,7 +136,7 @@ class CriticScoreConfig(CriticRunConfig):
 class SearchConfig(Section):
     """Among how many answers the critic chooses."""
 
-    out: PathStr = "search"
+    out: FolderStr = "search"
     """Folder for search.json and search.md."""
     samples: Annotated[list[PositiveInt], Field(min_length=1)] = key([1, 4, 16])
     """N: answers from which one is chosen."""

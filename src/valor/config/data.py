@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, Seed, Share, inherits, key, section
+from valor.config.base import FolderStr, PathList, PathStr, Section, Seed, Share, inherits, key, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -103,7 +103,7 @@ class DataConfig(
     """Column by which a grader is chosen."""
     image_key: str | None = None
     """Column with a prompt's images, one for each <image> in its messages; null: prompts are text."""
-    image_cache: PathStr = key("~/.cache/valor/images", ".image_key")
+    image_cache: FolderStr = key("~/.cache/valor/images", ".image_key")
     """Folder for images as the model reads them, on a path that all processes share."""
     mm_processor_kwargs: dict[str, Any] = key({}, ".image_key")
     """Options of the model's processor, such as min_pixels and max_pixels."""

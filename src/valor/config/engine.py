@@ -5,7 +5,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, Section, Share, also, follows, hidden, inherits, key
+from valor.config.base import (
+    CountOrOff,
+    DType,
+    FolderStr,
+    PathStr,
+    Section,
+    Share,
+    also,
+    follows,
+    hidden,
+    inherits,
+    key,
+)
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 TracedRole = Literal["actor", "critic", "ref", "rollout"]
@@ -248,7 +260,7 @@ class GlobalProfilerConfig(Section):
     """Roles whose calls are traced."""
     ranks: list[NonNegativeInt] = key([0], ".tool")
     """Ranks to trace; [] all."""
-    save_path: PathStr = key("outputs/profile", ".tool")
+    save_path: FolderStr = key("outputs/profile", ".tool")
     """Folder of the traces: step_N/rankR.ROLE.METHOD.CALL.json.gz."""
     contents: list[Content] = key(["cpu", "cuda"], ".tool")
     """What is recorded: cpu always, cuda where there is one; memory, shapes and stack make traces large."""

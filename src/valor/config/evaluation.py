@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from valor.config.base import PathList, PathStr, Section, section
+from valor.config.base import FolderStr, PathList, Section, section
 from valor.config.ppo import PPOConfig
 
 _TRAINING = """
@@ -21,7 +21,7 @@ _TRAINING = """
 class EvalConfigSection(Section):
     """Which policies are measured, and where to."""
 
-    out: PathStr = "evaluation"
+    out: FolderStr = "evaluation"
     """Folder for eval.json, eval.md, eval.html and the answers; the same command goes on where it was stopped."""
     others: PathList | None = None
     """Further policies on the same prompts, each compared with that of actor_rollout_ref.model.path."""

@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from valor.config.base import (
     CountOrOff,
     DType,
+    FolderStr,
     PathStr,
     PositiveShare,
     Section,
@@ -89,7 +90,7 @@ class ServerConfig(Section):
     """Seconds for a response, a weight update or a start, and for which the last server may be unreachable."""
     sleep: bool = key(False, {"actor_rollout_ref.rollout.name=sglang": "only SGLang's servers are put to sleep"})
     """sglang: servers at base_url are on the trainer's devices: they release their memory while it trains."""
-    log_dir: PathStr = follows("trainer.default_local_dir")
+    log_dir: FolderStr = follows("trainer.default_local_dir")
 
 
 class MultiTurnConfig(Section):

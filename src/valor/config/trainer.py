@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
+from valor.config.base import CountOrOff, FolderStr, PathStr, Section, Seed, inherits, key, section
 
 
 class RunConfig(Section):
@@ -15,7 +15,7 @@ class RunConfig(Section):
     """First part of the run's name."""
     experiment_name: str = "run"
     """Second part of the run's name."""
-    default_local_dir: PathStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
+    default_local_dir: FolderStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
     """Folder of the run: checkpoints, logs, report."""
     logger: list[str] = key(["console", "file"])
     """console, file (jsonl in the folder), tensorboard, wandb, trackio, mlflow, swanlab, or module:Name of your own."""
@@ -51,8 +51,6 @@ class RunConfig(Section):
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
-        if not self.default_local_dir:
-            yield f"{at}default_local_dir is empty: is a variable of the shell not set?"
 
 
 class SeparateAsyncConfig(Section):

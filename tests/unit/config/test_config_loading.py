@@ -315,7 +315,7 @@ def test_text_with_dollar_signs_survives_the_yaml_file(tmp_path):
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path="],
             "trainer.resume_mode=resume_path needs trainer.resume_from_path",
         ),
-        (["trainer.default_local_dir="], "trainer.default_local_dir is empty"),
+        (["trainer.default_local_dir="], "trainer.default_local_dir: expected the path of a folder, got nothing"),
     ],
 )
 def test_contradictions_between_keys(argv, line):
