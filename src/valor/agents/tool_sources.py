@@ -4,9 +4,11 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, partial
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+import transformers
 from pydantic import TypeAdapter, ValidationError
 from transformers.utils.chat_template_utils import DocstringParsingException, get_json_schema
 
@@ -59,6 +61,8 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
         if any(parameter.kind in _UNNAMED for parameter in inspect.signature(function).parameters.values()):
             raise TypeError("*args, **kwargs and arguments before a / cannot be described, name each argument")
         schema = get_json_schema(function)
+        if any(map(_has_enum, get_type_hints(function).values())) and "'enum'" not in str(schema):
+            raise TypeError(f"transformers {transformers.__version__} knows no Enum: take typing.Literal, or 5.23")
     except DocstringParsingException as error:
         written = (
             "write a Google docstring: what it does, then 'Args:' and a line 'name: description' for each argument"
@@ -67,6 +71,10 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
     except Exception as error:  # transformers has several kinds, and hints may be names that mean nothing
         raise UserError(f"{name}() cannot be a tool: {' '.join(str(error).split())}") from error
     return {**schema, "function": {**schema["function"], "name": name}}
+
+
+def _has_enum(hint: Any) -> bool:
+    return any(map(_has_enum, get_args(hint))) or (isinstance(hint, type) and issubclass(hint, Enum))
 
 
 def as_hinted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
