@@ -151,8 +151,11 @@ class RunInputs:
         if self.rewards.grades_everything:
             if len(lacking) == len(rows) and not judged(lacking[0].extra_info):
                 near = next(filter(None, (did_you_mean(name, TRUTHS) for name in lacking[0].extra_info)), "")
-                names = ", ".join(TRUTHS)
-                logger.warning("no %s prompt has a ground truth (%s): the reward gets None%s", rows.split, names, near)
+                if near or self.rewards.reads_truth:
+                    names = ", ".join(TRUTHS)
+                    logger.warning(
+                        "no %s prompt has a ground truth (%s): the reward gets None%s", rows.split, names, near
+                    )
             lacking = []
             if (needed := self.rewards.needed_columns) and (absent := sorted(needed - rows.columns)):
                 near = did_you_mean(absent[0], rows.columns)

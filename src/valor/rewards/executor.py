@@ -98,6 +98,11 @@ class RewardExecutor:
         """The rows' further columns without which a function of the user's own cannot be called."""
         return getattr(self._function, "needs", frozenset())
 
+    @property
+    def reads_truth(self) -> bool:
+        """Whether a function of the user's own takes ground truths by their name."""
+        return getattr(self._function, "reads_truth", True)
+
     def check(self, data_sources: Iterable[str]) -> None:
         """Before a run: raise a UserError that names the data sources nobody can grade."""
         if not self.grades_everything:

@@ -41,6 +41,7 @@ class RewardFunctions:
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
         self.needs = frozenset(n for f, c in zip(functions, self._columns, strict=True) if c for n in _needed(f))
         """The rows' columns that a function must be called with; one that a row lacks is None."""
+        self.reads_truth = any(columns is None or "ground_truth" in columns for columns in self._columns)
         self.reads_transcript = any(map(reads_transcript, functions))
         self.takes_lists = any(map(takes_lists, functions))
         self.cpu_bound = any(getattr(function, "cpu_bound", False) for function in functions)

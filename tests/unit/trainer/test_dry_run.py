@@ -123,14 +123,28 @@ def test_supervised_runs_are_checked_too(model, tmp_path, capsys):
     assert code == 2 and len(lines) == 1 and "column 'chosen', 'rejected' missing" in lines[0]
 
 
-def test_answers_under_an_unusual_name_are_noted(model, tmp_path, capsys, caplog):
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
-    )
+VERL_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
+TRL_REWARD = "def compute_score(completions, **columns):\n    return [1.0] * len(completions)\n"
+
+
+@pytest.mark.parametrize(
+    ("reward", "column", "noted"),
+    [
+        (VERL_REWARD, "anwser", "the reward gets None; did you mean answer?"),
+        (VERL_REWARD, "other", "the reward gets None"),
+        (VERL_REWARD, "answer", ""),
+        (TRL_REWARD, "anwser", "the reward gets None; did you mean answer?"),
+        (TRL_REWARD, "other", ""),
+    ],
+)
+def test_rows_without_a_ground_truth_are_noted_where_the_reward_reads_it(
+    reward, column, noted, model, tmp_path, capsys, caplog
+):
+    (tmp_path / "reward.py").write_text(reward)
     line = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1"]
     line += [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}"]
-    for name, noted in (("anwser", 1), ("answer", 0)):
-        data = rows(tmp_path / f"{name}.jsonl", {"question": "1+1=", name: "2"})
-        caplog.clear()
-        assert run(capsys, "ppo", *line, f"data.train_files={data}")[0] == 0
-        assert caplog.text.count("the reward gets None; did you mean answer?") == noted
+    data = rows(tmp_path / "rows.jsonl", {"question": "1+1=", column: "2"})
+    assert run(capsys, "ppo", *line, f"data.train_files={data}")[0] == 0
+    assert caplog.messages == [f"no train prompt has a ground truth (ground_truth, answer, solution): {noted}"] * bool(
+        noted
+    )
