@@ -68,8 +68,9 @@ def main(file: Path, overrides: tuple[str, ...], out: str | None, parallel: int 
     sweep = plan_sweep(config.model_copy(update={"base": [*texts(config.base), *overrides]}))
     if dry_run:
         say("\n".join(shlex.join(run.command) for run in sweep.runs))
-        return 0
-    return run_sweep(sweep)
+    if sweep.missing:
+        raise UserError("\n".join(sweep.missing))
+    return 0 if dry_run else run_sweep(sweep)
 
 
 def _check_unchanged(sweep: Sweep) -> None:

@@ -24,6 +24,7 @@ from valor.controller.jobs import Job
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.command import load_checked
+from valor.trainer.missing import missing
 
 HEADLINE = "validation score"
 METRICS = {
@@ -182,12 +183,14 @@ class Run(Job):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep whose every run has been checked. `differing`: the keys in which its arms differ."""
+    """A sweep whose every run has been checked. `differing`: the keys in which its arms differ. `missing`: a line for
+    each file and model that its runs need, and that is not there."""
 
     config: SweepConfig
     arms: tuple[str, ...]
     runs: tuple[Run, ...]
     differing: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def out(self) -> Path:
@@ -208,9 +211,13 @@ class Sweep:
 def plan_sweep(config: SweepConfig) -> Sweep:
     """Every run of a sweep, seed by seed. UserError: all mistakes of all arms at once."""
     arms, settings, mistaken = expand(config), dict[str, dict[str, Any]](), dict[str, list[str]]()
+    lines = list[str]()
     for name, overrides in arms.items():
         try:
-            settings[name] = _settings(config, name, overrides)
+            arm: Any = load_checked(_arguments(config, name, overrides, 0), COMMANDS[config.entry]).config
+            settings[name] = _settings(config, arm)
+            if config.entry != "demo" and not _needed(_all(config, overrides)):  # these read what is yet to be written
+                lines += missing(arm)
         except UserError as error:
             for line in str(error).splitlines():
                 mistaken.setdefault(line, []).append(name)
@@ -225,7 +232,8 @@ def plan_sweep(config: SweepConfig) -> Sweep:
         return Run(f"{name} seed {seed}", command, folder, after, name, seed, settings[name])
 
     runs = [run(seed, *arm) for seed in config.seeds for arm in arms.items()]
-    return Sweep(config, tuple(arms), tuple(runs), _differing(config.entry, list(settings.values())))
+    differing = _differing(config.entry, list(settings.values()))
+    return Sweep(config, tuple(arms), tuple(runs), differing, tuple(dict.fromkeys(lines)))
 
 
 def _arguments(config: SweepConfig, arm: str, overrides: list[str], seed: int) -> list[str]:
@@ -246,10 +254,9 @@ def _arguments(config: SweepConfig, arm: str, overrides: list[str], seed: int) -
     ]
 
 
-def _settings(config: SweepConfig, arm: str, overrides: list[str]) -> dict[str, Any]:
-    """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    loaded = load_checked(_arguments(config, arm, overrides, 0), COMMANDS[config.entry])
-    settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
+def _settings(config: SweepConfig, arm: Any) -> dict[str, Any]:
+    """What an arm is: its resolved configuration, as for seed 0 in a folder OUT."""
+    settings = json.dumps(flatten(arm.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}
 

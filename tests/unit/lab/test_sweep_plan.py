@@ -127,10 +127,15 @@ def test_no_such_file(tmp_path, capsys):
 def test_dry_run_shows_the_commands(tmp_path, capsys):
     path = write(tmp_path / "mine.yaml", "arms: {a: , b: {algorithm.lam: 0.9}}\nseeds: [0]\n")
     assert read_sweep(path).out == "runs/sweeps/mine"
-    assert main(["lab", "sweep", str(path), "--dry-run", "--out", str(tmp_path / "o"), "algorithm.gamma=0.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "algorithm.gamma=0.5" in shlex.split(lines[0])
-    assert not (tmp_path / "o").exists()
+    files = [f"data.train_files={tmp_path / 'a.parquet'}", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    words = ["lab", "sweep", str(path), "--out", str(tmp_path / "o"), "algorithm.gamma=0.5", *files]
+    assert main([*words, "--dry-run"]) == main(words) == 2, "neither begins a run that lacks a file"
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and "algorithm.gamma=0.5" in shlex.split(out.splitlines()[0])
+    assert "a.parquet: no such file" in err and "there is no model directory" in err
+    (tmp_path / "a.parquet").write_text("rows")
+    (tmp_path / "model").mkdir()
+    assert main([*words, "--dry-run"]) == 0 and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[3] / "examples" / "lab").glob("*.yaml")))
