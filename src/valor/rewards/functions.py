@@ -14,6 +14,7 @@ PROMPT = "prompt"
 _NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # which TRL's trainer passes
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRANSCRIPT = "transcript"
+_TAKEN = ("score", "step_rewards", "error", "mean", "correct")  # no names of components (docs/rewards.md)
 
 
 class RewardFunctions:
@@ -34,7 +35,8 @@ class RewardFunctions:
             self._weights = [float(weight) for weight, _ in zip(weights_or_ones, functions, strict=True)]
         except (TypeError, ValueError):
             raise UserError(f"reward_weights={weights}: give a list, with a number for each function") from None
-        self._names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        self._names = [f"{name}_" if name in _TAKEN else name for name in names]
         if len(set(self._names)) < len(self._names):
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): set a __name__ of each")
         self._columns = [_columns_of(*pair) for pair in zip(functions, self._names, strict=True)]

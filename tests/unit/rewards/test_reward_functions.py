@@ -57,6 +57,17 @@ def test_scores_are_added_with_their_weights_and_none_is_left_out():
     assert nothing["error"] == "none of only_chats gave this sample a score"
 
 
+def test_a_function_named_as_what_graders_return_is_one_component():
+    def score(completions):
+        return [2.0 for _ in completions]
+
+    def correct(completions):  # whose mean would be overwritten by the share of positive scores
+        return [0.0 for _ in completions]
+
+    total = call([score, correct], [0.5, 1.0], ("s", "bb", None, {}))
+    assert total == {"score": 1.0, "step_rewards": [], "score_": 2.0, "correct_": 0.0}
+
+
 def test_a_column_never_takes_the_place_of_what_is_generated():
     seen = {}
 
