@@ -2,18 +2,23 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from runs import assert_same_run, read_metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valor
 from valor import algorithms, cli
+from valor.config import SFTDataConfig
 from valor.errors import UserError
 from valor.lab.given import demonstration_row, model_settings
 
@@ -110,6 +115,30 @@ def test_two_runs_step_by_step_are_those_alone(tiny, tmp_path):
     for algorithm in ("grpo", "ppo"):
         start(f"{algorithm} alone", algorithm).train()
         assert_same_run(tmp_path / algorithm, tmp_path / f"{algorithm} alone")
+
+
+def test_runs_of_a_process_end_in_any_order(tiny, tmp_path):
+    """Each ends without what the others need, and leaves what it found."""
+
+    def start(name, **more):
+        reward = lambda completions, **columns: [len(set(completions[0]))]  # noqa: E731
+        return valor.PPO(tiny["model"], SUMS, reward=reward, algorithm="grpo", **settings(tmp_path / name, **more))
+
+    before = (signal.getsignal(signal.SIGINT), sys.excepthook)
+    first, second = start("first"), start("second")
+    next(first)
+    next(second)
+    first.close()
+    second.train()
+    start("third", total_training_steps=1).train()  # a cell beside one that was left
+    next(first)
+    went_on = weakref.ref(first._run)
+    first.train()
+    assert read_metrics(tmp_path / "first")[-3:] == read_metrics(tmp_path / "second")
+    assert signal.getsignal(signal.SIGINT) == before[0]
+    assert sys.excepthook is before[1] or sys.excepthook.__module__ == "valor.lab.api"  # not torch's, once for each run
+    assert not dist.is_initialized()
+    assert went_on() is None  # its models need not wait for the next garbage collection
 
 
 def test_a_run_that_was_left_goes_on(tiny, tmp_path):
@@ -211,12 +240,16 @@ def test_mistakes_are_one_line_and_nothing_is_written(given, line, tmp_path):
 def test_rows_and_tokenizers_as_others_write_them():
     said = [{"role": "assistant", "content": "2"}]
     chat = [{"role": "user", "content": "1+1="}, *said]
-    assert demonstration_row({"prompt": "1+1=", "completion": said})["messages"] == chat
-    begun = demonstration_row({"prompt": chat, "completion": said})["messages"]
+    row_of = partial(demonstration_row, data=SFTDataConfig())
+    assert row_of({"prompt": "1+1=", "completion": said})["messages"] == chat
+    begun = row_of({"prompt": chat, "completion": said})["messages"]
     assert begun == [chat[0], {**said[0], "loss_mask": 0}, *said]  # a prompt's own turns are not learnt
-    assert demonstration_row({"prompt": chat[:1], "completion": said})["messages"] == chat
+    assert row_of({"prompt": chat[:1], "completion": said})["messages"] == chat
+    named = SFTDataConfig(prompt_key="asked", response_key="said", messages_key="chat")
+    assert demonstration_row({"asked": "1+1=", "completion": said}, named)["chat"] == chat
+    assert demonstration_row({"asked": "1+1=", "completion": "2"}, named)["said"] == "2"
     with pytest.raises(UserError, match="a row has no 'prompt'"):
-        demonstration_row({"completion": said})
+        row_of({"completion": said})
     assert model_settings("model", "policy", "tokens") == {"model.path": "policy", "model.tokenizer_path": "tokens"}
 
 

@@ -1,5 +1,6 @@
 """The process group of all runs of a process: gloo on CPUs, nccl on GPUs, no network for a group of one."""
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -54,7 +55,10 @@ def init_process_group(
             address, port, world_size, is_master=rank == 0, timeout=_TIMEOUT
         )
     backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    if world_size == 1:
+        sys.excepthook = hook  # torch's would mark the lines of all tracebacks to come, once for each group
     _members = 1
     return chosen
 

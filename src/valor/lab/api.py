@@ -5,6 +5,7 @@ command `run.command` repeats the run.
 """
 
 import atexit
+import gc
 import shlex
 import shutil
 import sys
@@ -60,7 +61,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     root: ClassVar[type[PPOConfig] | type[SupervisedConfig]]
     makes: ClassVar[str]  # a valor.trainer.run.Run of the configuration and the command, as `module:Class`
     model_key: ClassVar[str] = "model"
-    _row: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda row: row)  # as the files have it
+    _row: Callable[[dict[str, Any], Any], dict[str, Any]] = staticmethod(lambda row, data: row)  # as the files have it
 
     @_with_trl_names
     def __init__(
@@ -73,23 +74,25 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
+        splits = {"train": train_data, "val": val_data}
+        data = {f"data.{split}_files": (split, rows) for split, rows in splits.items() if rows is not None}
         inputs = model_settings(self.model_key, model, tokenizer, reads_text=True)
-        for split, data in {"train": train_data, "val": val_data}.items():
-            if data is not None:
-                inputs[f"data.{split}_files"] = data_files(split, data, self._row)
-        inputs |= settings
-        files = {key: value for key, value in inputs.items() if isinstance(value, InputFile)}
+        inputs |= dict.fromkeys(data, _INPUTS) | settings
 
         def arguments(folder: Path) -> list[str]:
-            paths = {key: str(folder / file.name) for key, file in files.items()}
+            paths = {key: str(folder / file.name) for key, file in inputs.items() if isinstance(file, InputFile)}
             return [*_options(config), *overrides(self.root, inputs | paths)]
 
-        # The folder is a setting: it is read once before the input files are written into it.
-        self.folder = Path(load(arguments(Path(_INPUTS)), self.root).config.trainer.default_local_dir)
+        # The folder is a setting, as names of columns are: they are read once before the input files are written.
+        first = load(arguments(Path(_INPUTS)), self.root).config
+        row_of = partial(self._row, data=first.data)
+        inputs |= {key: data_files(*given, row_of) for key, given in data.items()} | settings
+        self.folder = Path(first.trainer.default_local_dir)
         self._inputs = (self.folder / _INPUTS).absolute()
         with disk_errors(self.folder):
-            for file in files.values():
-                file.into(self._inputs)
+            for file in inputs.values():
+                if isinstance(file, InputFile):
+                    file.into(self._inputs)
         loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
         self.config: Any = loaded.config
@@ -125,7 +128,8 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Metrics of the present weights on `data` (default: the validation data), before, in or after training."""
-        files = self.config.data.val_files if data is None else data_files("evaluation", data, self._row)
+        row_of = partial(self._row, data=self.config.data)
+        files = self.config.data.val_files if data is None else data_files("evaluation", data, row_of)
         if not files:
             raise UserError("there is nothing to evaluate on: give val_data to the run, or data to evaluate")
         self._open()
@@ -153,8 +157,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         """End what runs. What was not saved is lost; the run goes on from its last checkpoint."""
         if self._steps is not None:
             self._steps.close()
-        self._run = self._steps = None
-        _open_runs.discard(self)
+        self._forget_run()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """End what runs; `error` in a loop's body first saves the last complete step, as one in a step does."""
@@ -195,10 +198,15 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         try:
             metrics = next(self._steps)
         except BaseException:
-            self._run = self._steps = None
+            self._forget_run()
             raise
         self._last_step = self._run.step
         return metrics
+
+    def _forget_run(self) -> None:
+        self._run = self._steps = None
+        _open_runs.discard(self)
+        gc.collect()  # its models are in cycles: the next run or the session needs their memory now
 
     def _loaded(self, role: str, kind: str) -> Any:
         """The role's present weights as a transformers model of the class `kind`, on the CPU."""

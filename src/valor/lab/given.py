@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valor.config import DataConfig, SFTDataConfig
 from valor.data.images import COLUMNS, parse_images
 from valor.data.messages import as_messages, check_text, drop_nulls
 from valor.data.plain_rows import prompt_column, read_plain
@@ -82,40 +83,50 @@ def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
 def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
     """Settings below `key` for a path, a hub name, or a loaded model, which becomes a Hugging Face directory.
 
-    UserError: it is none of them, has adapters, or has no tokenizer although the run `reads_text`.
+    `tokenizer`: a path, or one of transformers, alone or in a processor. UserError: it or the model is none of these,
+    or the model has adapters, or no tokenizer although the run `reads_text`.
     """
-    if model is None:
-        return {}
+    settings, digest = dict[str, Any](), hashlib.sha256()
     if isinstance(tokenizer, str | Path):
-        return model_settings(key, model) | {f"{key}.tokenizer_path": tokenizer}
+        settings[f"{key}.tokenizer_path"] = tokenizer
+    elif tokenizer is not None:
+        digest.update(_known_by(tokenizer))
+        if model is None or isinstance(model, str | Path):
+            name = f"tokenizer-{digest.hexdigest()[:12]}"
+            settings[f"{key}.tokenizer_path"] = InputFile(name, tokenizer.save_pretrained)
+    if model is None:
+        return settings
     if isinstance(model, str | Path):
-        if tokenizer is None:
-            return {f"{key}.path": model}
-        content = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)).encode()
-        name = file_of_bytes("tokenizer", "", content).name
-        return {f"{key}.path": model, f"{key}.tokenizer_path": InputFile(name, tokenizer.save_pretrained)}
+        return {f"{key}.path": model} | settings
     if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
         raise UserError(f"a model is a path, a hub name or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
         raise UserError("the model has adapters: give the model below them, lora_rank and lora_adapter_path")
     import torch
 
-    digest = hashlib.sha256(model.config.to_json_string().encode())
+    digest.update(model.config.to_json_string().encode())
     for name, weight in model.state_dict().items():
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
 
     def write(target: Path) -> None:
         model.save_pretrained(target)
-        if tokenizer is not None:
+        if tokenizer is not None and not settings:
             tokenizer.save_pretrained(target)
 
-    settings: dict[str, Any] = {f"{key}.path": InputFile(f"model-{digest.hexdigest()[:12]}", write)}
     if tokenizer is None and reads_text:
         settings[f"{key}.tokenizer_path"] = getattr(model.config, "_name_or_path", "")
         if not settings[f"{key}.tokenizer_path"]:
             raise UserError("a loaded model comes with its tokenizer: give tokenizer=")
-    return settings
+    return {f"{key}.path": InputFile(f"model-{digest.hexdigest()[:12]}", write)} | settings
+
+
+def _known_by(tokenizer: Any) -> bytes:
+    """What a run's tokens depend on, without the tokenizer's state of padding, which its calls change."""
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"tokenizer: a path, or a tokenizer of transformers, got {type(tokenizer).__name__}")
+    alone = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    return repr((sorted(alone.get_vocab().items()), tokenizer.chat_template, alone.special_tokens_map)).encode()
 
 
 def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] | InputFile:
@@ -149,13 +160,13 @@ def data_files(name: str, data: Any, row_of: Callable[[Row], Row]) -> list[str] 
     return file_of_bytes(name, ".jsonl", "".join(lines).encode())
 
 
-def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
+def prompt_row(row: Row, data: DataConfig, *, keep_prompt: bool) -> Row:
     """A row as `plain_rows.read_plain` reads it, with its images as paths or data URIs; `keep_prompt`: its
-    `extra_info` holds the prompt too, unchanged."""
-    read = read_plain(row)
+    `extra_info` holds the prompt too, unchanged. `data` has the names of columns."""
+    read = read_plain(row, data.prompt_key, data.reward_fn_key)
     if keep_prompt:
-        read["extra_info"][PROMPT] = row[prompt_column(row)]
-    for name in COLUMNS & row.keys():
+        read["extra_info"][PROMPT] = row[prompt_column(row, data.prompt_key)]
+    for name in {*COLUMNS, data.image_key} & row.keys():
         read[name] = row[name]
         with suppress(UserError):  # a run that reads the column tells it, with the row
             images = parse_images(row[name], "")
@@ -168,16 +179,16 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
     return read
 
 
-def demonstration_row(row: Row) -> Row:
+def demonstration_row(row: Row, data: SFTDataConfig) -> Row:
     """A row of supervised training; `completion` (text, or the messages that end a chat) is what TRL calls it."""
     completion = row.get("completion")
     if isinstance(completion, str):
-        return row | {"response": completion}
+        return row | {data.response_key: completion}
     if completion is None:
         return row
-    prompt = as_messages(row[prompt_column(row)], system=row.get("system"))
+    prompt = as_messages(row[prompt_column(row, data.prompt_key)], system=row.get("system"))
     before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in prompt)
-    return row | {"messages": [*before, *completion]}
+    return row | {data.messages_key: [*before, *completion]}
 
 
 def _plain(value: Any) -> Any:

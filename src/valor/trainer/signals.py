@@ -7,7 +7,7 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from valor.errors import Interrupted
 from valor.tracking.console import get_console, say
@@ -28,6 +28,7 @@ class StopRequest:
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    _open: ClassVar[list["StopRequest"]] = []
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once, self.saving = at_once, False
@@ -37,6 +38,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
+        self._open.append(self)
         with suppress(ValueError):  # not in the main thread
             for s in self._SIGNALS:
                 if signal.getsignal(s) is not signal.SIG_IGN:
@@ -44,8 +46,13 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._open.remove(self)
         for s, handler in self._previous.items():
-            signal.signal(s, handler)
+            later = [other for other in self._open if other._previous.get(s) == self._on_signal]
+            for other in later:  # runs of one process end in any order
+                other._previous[s] = handler
+            if not later:
+                signal.signal(s, handler)
 
     def raise_again(self) -> None:
         """Raise Interrupted once more, where a library or a callback from C has swallowed the first."""

@@ -9,8 +9,9 @@ from peft import LoraConfig
 from valor.config import DataConfig
 from valor.data.files import read_rows
 from valor.errors import UserError
-from valor.lab.given import InputFile, data_files, file_of_bytes, of_trl, prompt_row
+from valor.lab.given import InputFile, data_files, file_of_bytes, model_settings, of_trl, prompt_row
 
+ROW = partial(prompt_row, data=DataConfig(), keep_prompt=False)
 MODEL = "actor_rollout_ref.model"
 
 
@@ -59,19 +60,50 @@ def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
     content = (tmp_path / "a.png").read_bytes()
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
     rows = [{"prompt": prompt, "images": [image, {"bytes": content, "path": None}, "a.png"], "answer": "red"}]
-    file = data_files("train", rows, partial(prompt_row, keep_prompt=False))
+    file = data_files("train", rows, ROW)
     file.into(tmp_path / "inputs")
     (row,) = read_rows(tmp_path / "inputs" / file.name, DataConfig(image_key="images"))
     read = [x if isinstance(x, bytes) else x.read_bytes() for x in row.images]
     assert read[1:] == [content] * 2 and len(read) == 3 and row.extra_info == {"answer": "red"}
     assert row.messages == [{"role": "user", "content": "<image>what"}]
-    file = data_files("train", [{"prompt": "what", "image": "b.png"}], partial(prompt_row, keep_prompt=False))
+    file = data_files("train", [{"prompt": "what", "image": "b.png"}], ROW)
     file.into(tmp_path / "inputs")
     assert read_rows(tmp_path / "inputs" / file.name)[0].extra_info == {"image": "b.png"}
-    row = prompt_row({"prompt": "what", "image": "a.png"}, keep_prompt=False)  # a function for rewards may read it
+    row = ROW({"prompt": "what", "image": "a.png"})  # a function for rewards may read it
     assert row["image"] == [str(tmp_path / "a.png")] and row["extra_info"] == {"image": "a.png"}
     with pytest.raises(UserError, match=r"line 1, image 0: there is no file 'b\.png'"):
         read_rows(tmp_path / "inputs" / file.name, DataConfig(image_key="image"))
+
+
+def test_columns_have_the_names_that_the_run_sets():
+    data = DataConfig(prompt_key="asked", reward_fn_key="kind", image_key="picture")
+    image = pytest.importorskip("PIL.Image").new("RGB", (4, 4), "red")
+    row = {"asked": "what", "prompt": "no", "kind": "mine", "picture": [image], "answer": "red"}
+    read = prompt_row(row, data, keep_prompt=True)
+    assert (read["asked"], read["kind"]) == ([{"role": "user", "content": "what"}], "mine")
+    assert read["picture"][0].startswith("data:image") and read["extra_info"]["prompt"] == "what"
+
+
+def test_a_changed_tokenizer_is_another_input():
+    """Else the next try in the same folder would read the old one."""
+    tokenizer = types.SimpleNamespace(
+        get_vocab=lambda: {"a": 0}, chat_template=None, special_tokens_map={}, save_pretrained=print
+    )
+    model = types.SimpleNamespace(
+        save_pretrained=print, state_dict=dict, config=types.SimpleNamespace(to_json_string=lambda: "{}")
+    )
+
+    def made(model, processor=tokenizer):
+        return next(file for file in model_settings("model", model, processor).values() if isinstance(file, InputFile))
+
+    before = [made(model).name, made("policy").name, made(None).name, made(model, None).name]
+    tokenizer.chat_template = "{{ messages }}"
+    after = [made(model).name, made("policy").name, made(None).name, made(model, None).name]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, False, False, True]
+    processor = types.SimpleNamespace(tokenizer=tokenizer, chat_template="{{ messages }}", save_pretrained=print)
+    assert made("policy", processor).write is processor.save_pretrained
+    with pytest.raises(UserError, match="tokenizer: a path, or a tokenizer of transformers, got type"):
+        model_settings("model", "policy", int)
 
 
 def test_an_input_that_was_half_written_is_written_again(tmp_path):
