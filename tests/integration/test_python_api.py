@@ -117,6 +117,16 @@ def test_two_runs_step_by_step_are_those_alone(tiny, tmp_path):
         assert_same_run(tmp_path / algorithm, tmp_path / f"{algorithm} alone")
 
 
+def test_a_session_may_leave_the_folder_it_was_in(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reward = lambda completions: [1.0]  # noqa: E731
+    run = valor.train(tiny["model"], SUMS, reward=reward, algorithm="grpo", **settings("run", total_training_steps=1))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert run.policy.num_parameters() and run.evaluate(SUMS[:2]) == {"val-core/own/reward/mean@1": 1.0}
+    assert list(Path().iterdir()) == []
+
+
 def test_runs_of_a_process_end_in_any_order(tiny, tmp_path):
     """Each ends without what the others need, and leaves what it found."""
 

@@ -4,7 +4,9 @@ settings of a Python call, which are written as such overrides."""
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from enum import Enum
+from itertools import accumulate
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,7 +176,10 @@ def _whole(root: type[BaseModel], name: str) -> str:
     ends = [key for key in schema(root) if key.endswith(f".{name}")]
     if len(ends) > 1:  # of a part that is off by default more has to be written
         ends = [key for key in ends if not _off_by_default(root, key)] or ends
-    if exists(root, name) or not ends or (len(ends) > 1 and find_spelling(root, name, None)):
+    spelling = find_spelling(root, name, None)
+    # TRL's `beta` is no part of a section that is off, but asks for two keys.
+    is_answered = spelling is not None and spelling[0].answered and any(_switches(root, end) for end in ends)
+    if exists(root, name) or not ends or is_answered or (len(ends) > 1 and spelling):
         return name
     if len(ends) > 1:
         raise UserError(f"{name}: which one is meant? {', '.join(ends)}: write more of it, with __ for the dots")
@@ -182,18 +187,28 @@ def _whole(root: type[BaseModel], name: str) -> str:
 
 
 def _off_by_default(root: type[BaseModel], key: str) -> bool:
-    sections = [name for end, char in enumerate(key) if char == "." and (name := key[:end]) in schema(root)]
-    switches = [switch for name in sections for switch in schema(root)[name].declared("only_with") or ()]
+    switches = _switches(root, key.rpartition(".")[0])
     return any(switch in schema(root) and lookup(root, {}, switch) is False for switch in switches)
+
+
+def _switches(root: type[BaseModel], key: str) -> list[str]:
+    """What the key, and the sections that it is in, need to have an effect."""
+    names = [*accumulate(key.split("."), "{}.{}".format)]
+    return [
+        switch for name in names if name in schema(root) for switch in schema(root)[name].declared("only_with") or ()
+    ]
 
 
 def _plain(value: Any, key: str) -> Any:
     """Numbers, texts, lists and dicts as a command line has them."""
+    value = value.value if isinstance(value, Enum) else value
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(item, key) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, key) for item in value]
-    if isinstance(value, Path):
+    if isinstance(value, PurePath):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -87,15 +87,17 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         first = load(arguments(Path(_INPUTS)), self.root).config
         row_of = partial(self._row, data=first.data)
         inputs |= {key: data_files(*given, row_of) for key, given in data.items()} | settings
-        self.folder = Path(first.trainer.default_local_dir)
-        self._inputs = (self.folder / _INPUTS).absolute()
+        self.folder = Path(first.trainer.default_local_dir).absolute()
+        self._inputs = self.folder / _INPUTS
         with disk_errors(self.folder):
             for file in inputs.values():
                 if isinstance(file, InputFile):
                     file.into(self._inputs)
         loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
-        self.config: Any = loaded.config
+        # The session may leave the folder that it is in; the run's stays.
+        trainer = loaded.config.trainer.model_copy(update={"default_local_dir": str(self.folder)})
+        self.config: Any = loaded.config.model_copy(update={"trainer": trainer})
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
         self._explicit_keys = loaded.explicit_keys
         self.metrics: list[dict[str, Any]] = []

@@ -1,8 +1,11 @@
 """Settings of a Python call are the overrides that one would type."""
 
-from pathlib import Path
+import enum
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
+import torch
 
 from valor.config import PPOConfig, SFTConfig, load
 from valor.config.command_line import overrides
@@ -40,6 +43,31 @@ def test_a_name_that_several_keys_end_with_is_refused():
     with pytest.raises(UserError, match=r"^lr: which one is meant\? actor_rollout_ref.actor.optim.lr, critic.optim.lr"):
         overrides(PPOConfig, {"lr": 1e-5})
     assert overrides(SFTConfig, {"lr": 1e-5}) == ["optim.lr=1e-05"]
+
+
+def test_a_word_of_trls_is_no_part_of_a_section_that_is_off():
+    """`beta` is the weight of the KL term there, and here distillation has a key that ends so."""
+    for given in ({"beta": 0.04}, {"kl_coef": 0.05}, {"loss_type": "dapo"}):
+        assert list(given) == [text.partition("=")[0] for text in overrides(PPOConfig, given)]
+        with pytest.raises(UserError, match=r": set actor_rollout_ref\.actor\.|: set algorithm\.use_kl_in_reward=true"):
+            load(overrides(PPOConfig, given))
+    assert overrides(SFTConfig, {"dtype": "float32"}) == ["fsdp_config.dtype=float32"]
+
+
+def test_values_of_numpy_torch_and_enumerations_are_what_they_hold():
+    class Kind(enum.Enum):
+        COSINE = "cosine"
+
+    given = {
+        "train_batch_size": np.int64(8),
+        "critic.optim.lr": np.float64(1e-5),
+        "gamma": torch.tensor(0.5),
+        "logger": np.array(["file"]),
+        "critic.optim.lr_scheduler_type": Kind.COSINE,
+        "default_local_dir": PurePosixPath("/a"),
+    }
+    values = ["8", "1e-05", "0.5", "['file']", "cosine", "/a"]
+    assert [text.partition("=")[2] for text in overrides(PPOConfig, given)] == values
 
 
 def test_what_no_key_ends_with_is_for_the_loader_to_tell():
