@@ -257,7 +257,8 @@ def test_rows_and_tokenizers_as_others_write_them():
     assert row_of({"prompt": chat[:1], "completion": said})["messages"] == chat
     named = SFTDataConfig(prompt_key="asked", response_key="said", messages_key="chat")
     assert demonstration_row({"asked": "1+1=", "completion": said}, named)["chat"] == chat
-    assert demonstration_row({"asked": "1+1=", "completion": "2"}, named)["said"] == "2"
+    for answer in ("2", 2):  # a number is for the reader of rows to refuse
+        assert demonstration_row({"asked": "1+1=", "completion": answer}, named)["said"] == answer
     with pytest.raises(UserError, match="a row has no 'prompt'"):
         row_of({"completion": said})
     assert model_settings("model", "policy", "tokens") == {"model.path": "policy", "model.tokenizer_path": "tokens"}

@@ -182,10 +182,10 @@ def prompt_row(row: Row, data: DataConfig, *, keep_prompt: bool) -> Row:
 def demonstration_row(row: Row, data: SFTDataConfig) -> Row:
     """A row of supervised training; `completion` (text, or the messages that end a chat) is what TRL calls it."""
     completion = row.get("completion")
-    if isinstance(completion, str):
-        return row | {data.response_key: completion}
     if completion is None:
         return row
+    if not isinstance(completion, list | tuple):
+        return row | {data.response_key: completion}
     prompt = as_messages(row[prompt_column(row, data.prompt_key)], system=row.get("system"))
     before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in prompt)
     return row | {data.messages_key: [*before, *completion]}

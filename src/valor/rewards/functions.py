@@ -120,9 +120,14 @@ class RewardFunctions:
 def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
     """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = None if hasattr(function, "save_pretrained") else inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or one in C that does not say what it takes
-        raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}") from None
+        parameters = None
+    if parameters is None:
+        raise UserError(
+            f"reward: a function is expected, {FORMS}, got {type(function).__name__}; a reward model is "
+            "reward__reward_model__enable=True, reward__reward_model__model_path=…"
+        )
     if "completions" in parameters:
         for argument in _NOT_HERE:
             if argument in parameters and parameters[argument].default is inspect.Parameter.empty:

@@ -35,6 +35,13 @@ async def slow(completions, **columns):
     return [0.5 for _ in completions]
 
 
+def loaded(*args, **kwargs):
+    """A model of transformers, to one who asks what it takes."""
+
+
+loaded.save_pretrained = print  # type: ignore[attr-defined]
+
+
 def call(functions, weights, *samples):
     names = CustomFunction("", whole_batch=len(samples) > 1).arguments(verl_form).values()
     fields = samples[0] if len(samples) == 1 else map(list, zip(*samples, strict=True))
@@ -169,6 +176,7 @@ def test_what_cannot_travel_is_one_line():
         ([], None, "reward is an empty list"),
         ([max], None, "a function is expected, (data_source, solution_str, ground_truth, extra_info), lists"),
         (["gsm8k"], None, "a function is expected"),
+        ([loaded], None, "got function; a reward model is reward__reward_model__enable=True, reward__reward_model__m"),
         ([lambda completions, completion_ids: []], None, "asks for completion_ids"),
     ],
 )
