@@ -6,12 +6,13 @@ import importlib.util
 import pickle
 import re
 import sys
+import sysconfig
 import zlib
 from collections.abc import Callable
 from contextlib import chdir, nullcontext
 from io import BytesIO
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -85,18 +86,19 @@ def load_object(name: str, key: str, *, stays: bool = True) -> Any:
 def pickled(function: Any, what: str, key: str) -> bytes:
     """The bytes of a function, for `unpickled` in a process without its module; equal for equal code in any session.
 
+    What an imported module of the user's has is in it by name alone: the module's content is part of the bytes, unread.
     UserError: something in it cannot be pickled; `what` the function is, and the `key` that takes a file instead.
     """
-    buffer = BytesIO()
+    pickler = _Pickler(buffer := BytesIO())
     try:
-        _Pickler(buffer).dump(function)
+        pickler.dump(function)
     except Exception as error:  # of whatever objects they hold on to
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"{what} cannot travel to other processes ({reason}): make what it holds on to inside it, or give a file "
             f"with {key.replace('.', '__')}"
         ) from None
-    return _without_random_names(buffer.getvalue())
+    return _without_random_names(buffer.getvalue()) + _contents(pickler.modules)
 
 
 def unpickled(path: str) -> Callable[..., Any]:
@@ -104,8 +106,8 @@ def unpickled(path: str) -> Callable[..., Any]:
     try:
         return _Unpickler(BytesIO(Path(path).expanduser().read_bytes())).load()
     except Exception as error:
-        text = f"{path}: cannot be read ({type(error).__name__}: {error}); check what was given to the run"
-        raise UserError(text) from None
+        advice = "put its folder on PYTHONPATH" if isinstance(error, ImportError) else "check what was given to the run"
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}): {advice}") from None
 
 
 def _without_random_names(content: bytes) -> bytes:
@@ -117,6 +119,14 @@ def _without_random_names(content: bytes) -> bytes:
     return content
 
 
+def _contents(modules: set[str]) -> bytes:
+    """A digest of the files of those that are the user's own; none if no module is."""
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in sorted(modules - {"__main__"})]
+    libraries = {Path(sysconfig.get_path("stdlib")), Path(__file__).parent}
+    own = [f for f in files if f.is_file() and not libraries & {*f.parents} and "-packages" not in str(f)]
+    return b"".join(hashlib.sha256(file.read_bytes()).digest() for file in own)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process), and the
     order of sets, which differs from session to session."""
@@ -124,6 +134,13 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file)
         self._sets: dict[int, tuple[int, Any]] = {}  # by their id: a number, and the set, so that the id stays its
+        self.modules: set[str] = set()  # of what was pickled by name
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and isinstance(obj, type | FunctionType | ModuleType):
+            self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else obj.__module__)
+        return reduced
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) not in (set, frozenset):

@@ -224,6 +224,27 @@ sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
     )
 
 
+def test_a_changed_module_of_the_users_own_is_another_reward(tmp_path, monkeypatch):
+    """It is pickled by name: what is resumed, and the folder of inputs, would be those of the old one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file, path = tmp_path / "own_rewards.py", tmp_path / "reward.pkl"
+    file.write_text("def right(completions):\n    return [1.0]\n")
+    from own_rewards import right  # type: ignore[import-not-found]
+
+    first = pickled(RewardFunctions([right]), "reward", "key")
+    assert first == pickled(RewardFunctions([right]), "reward", "key")
+    path.write_bytes(first)
+    assert unpickled(str(path))(data_source="", solution_str="", ground_truth=None, extra_info={}) == 1.0
+    library = pickled(RewardFunctions([lambda completions: re.escape(completions[0])]), "reward", "key")
+    file.write_text("def right(completions):\n    return [2.0]\n")
+    assert first != pickled(RewardFunctions([right]), "reward", "key")
+    assert library.endswith(b".")  # the end of a pickle
+    monkeypatch.delitem(sys.modules, "own_rewards")
+    file.unlink()
+    with pytest.raises(UserError, match=r"No module named 'own_rewards'\): put its folder on PYTHONPATH"):
+        unpickled(str(path))
+
+
 def test_a_file_may_hold_a_function_of_completions(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
