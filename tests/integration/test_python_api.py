@@ -117,6 +117,28 @@ def test_two_runs_step_by_step_are_those_alone(tiny, tmp_path):
         assert_same_run(tmp_path / algorithm, tmp_path / f"{algorithm} alone")
 
 
+def test_what_a_session_sets_in_torch_is_no_setting_of_a_run(tiny, tmp_path):
+    """Numbers of another type, or none at all, would come out: the command line's are those of float32."""
+
+    def norms(folder):
+        reward = lambda completions: [len(set(text)) for text in completions]  # noqa: E731
+        made = settings(tmp_path / folder, critic=CRITIC, total_training_steps=1)
+        run = valor.train(tiny["model"], SUMS, val_data=SUMS[:2], reward=reward, **made)
+        assert run.evaluate() and run.critic.dtype == torch.float32
+        return [run.metrics[-1][f"{role}/grad_norm"] for role in ("actor", "critic")]
+
+    wanted = norms("plain")
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert norms("set") == wanted
+            assert torch.ones(1).dtype == torch.float64 and not torch.is_grad_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_a_session_may_leave_the_folder_it_was_in(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reward = lambda completions: [1.0]  # noqa: E731

@@ -11,7 +11,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, cached_property, partial, wraps
 from operator import attrgetter
 from pathlib import Path
@@ -43,6 +43,21 @@ def _with_trl_names(init: Callable[Concatenate[Any, P], None]) -> Callable[Conca
         plain(self, *args, **of_trl(arguments, self.model_key))
 
     return renamed
+
+
+@contextmanager
+def _torchs_own_defaults() -> Iterator[None]:
+    """What the session has set for itself (a default type or device, no gradients) is no setting of a run."""
+    import torch
+
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        on_cpu = torch.device("cpu") if device.type != "cpu" else nullcontext()
+        with on_cpu, torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
@@ -93,7 +108,8 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             for file in inputs.values():
                 if isinstance(file, InputFile):
                     file.into(self._inputs)
-        loaded = load_checked(arguments(self._inputs), self.root)
+        with _torchs_own_defaults():
+            loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
         # The session may leave the folder that it is in; the run's stays.
         trainer = loaded.config.trainer.model_copy(update={"default_local_dir": str(self.folder)})
@@ -112,6 +128,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             pass
         return self
 
+    @_torchs_own_defaults()
     def __next__(self) -> dict[str, Any]:
         """One step; its metrics."""
         if self._ended:
@@ -128,6 +145,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self._run.stop.at_once = True  # who stands between two steps has nothing to finish
         return metrics
 
+    @_torchs_own_defaults()
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Metrics of the present weights on `data` (default: the validation data), before, in or after training."""
         row_of = partial(self._row, data=self.config.data)
@@ -161,6 +179,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
             self._steps.close()
         self._forget_run()
 
+    @_torchs_own_defaults()
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """End what runs; `error` in a loop's body first saves the last complete step, as one in a step does."""
         if error is not None and self._steps is not None:
@@ -210,6 +229,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         _open_runs.discard(self)
         gc.collect()  # its models are in cycles: the next run or the session needs their memory now
 
+    @_torchs_own_defaults()
     def _loaded(self, role: str, kind: str) -> Any:
         """The role's present weights as a transformers model of the class `kind`, on the CPU."""
         import transformers
