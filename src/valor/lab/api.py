@@ -275,7 +275,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(config: str | Path | None) -> list[str]:
-    path = Path(config or "")
+    if not isinstance(config, str | Path | None):
+        raise UserError(
+            f"config: a yaml file or a named configuration, got {type(config).__name__}: its settings are keywords"
+        )
+    path = Path(config or "").expanduser()
     if path.suffix in (".yaml", ".yml"):
         return [f"--config-path={path.parent}", f"--config-name={path.stem}"]
     return [f"--config-name={config}"] if config else []

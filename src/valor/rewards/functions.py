@@ -88,7 +88,7 @@ class RewardFunctions:
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
                 for text, info in zip((sample["solution_str"] for sample in samples), infos, strict=True)
             ],
-            "ground_truth": [sample["ground_truth"] for sample in samples],
+            **{name: [sample[name] for sample in samples] for name in FIELDS if name != "solution_str"},
         }
         if any(PROMPT in info for info in infos):
             columns["prompts"] = [info.get(PROMPT) for info in infos]
@@ -153,7 +153,7 @@ def one_each(scores: Any, number: int, name: str) -> list[Any]:
 def _needed(function: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
     needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    return needed - {"completions", "ground_truth", "prompts", TRANSCRIPT}
+    return needed - {"completions", "prompts", TRANSCRIPT, *FIELDS}
 
 
 def fields_for(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -78,10 +78,11 @@ def test_images_of_rows_are_paths_from_here_or_data_uris(tmp_path, monkeypatch):
 def test_columns_have_the_names_that_the_run_sets():
     data = DataConfig(prompt_key="asked", reward_fn_key="kind", image_key="picture")
     image = pytest.importorskip("PIL.Image").new("RGB", (4, 4), "red")
-    row = {"asked": "what", "prompt": "no", "kind": "mine", "picture": [image], "answer": "red"}
+    row = {"asked": "what", "prompt": "no", "kind": "mine", "picture": [image], "answer": "red", "ability": "see"}
     read = prompt_row(row, data, keep_prompt=True)
     assert (read["asked"], read["kind"]) == ([{"role": "user", "content": "what"}], "mine")
-    assert read["picture"][0].startswith("data:image") and read["extra_info"]["prompt"] == "what"
+    assert read["picture"][0].startswith("data:image")
+    assert read["extra_info"] == {"answer": "red", "prompt": "what", "asked": "what", "ability": "see"}
 
 
 def test_a_changed_tokenizer_is_another_input():

@@ -120,6 +120,9 @@ def test_a_column_that_a_row_lacks_is_none():
     assert call([hinted], None, ("s", "a", None, {"hint": "x"})) == ("x", 0)
     assert call([hinted], None, ("s", "a", None, {"level": 2})) == (None, [2])
     assert RewardFunctions([hinted, verl_form]).needs == {"hint"}
+    of_fields = lambda completions, data_source, extra_info: [(data_source[0], extra_info[0])]  # noqa: E731
+    assert call([of_fields], None, ("s", "a", None, {"hint": "x"})) == ("s", {"hint": "x"})
+    assert not RewardFunctions([of_fields]).needs
 
 
 def test_several_partials_have_names_that_one_gives_them():
