@@ -30,7 +30,8 @@ _ANSWERS = {
     "callbacks": "take the steps one by one: for step in valor.PPO(…)",
 }
 _URI = "data:image/*;base64,"
-_NOT_IN_ADAPTERS = ("lora_dropout", "use_dora", "use_rslora", "modules_to_save")
+_OF_ADAPTERS = {"r", "lora_alpha", "target_modules", "exclude_modules"}
+_ABOUT_ADAPTERS = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
     adapters = renamed.pop("peft_config", None)
     if adapters is None:
         return renamed
-    if refused := [name for name in _NOT_IN_ADAPTERS if getattr(adapters, name, None)]:
+    if not hasattr(adapters, "lora_alpha"):
+        raise UserError(f"peft_config: a LoraConfig is expected, got {type(adapters).__name__}")
+    default = vars(type(adapters)())
+    changed = [name for name, value in vars(adapters).items() if value != default.get(name)]
+    if refused := [name for name in changed if name not in _OF_ADAPTERS | _ABOUT_ADAPTERS]:
         raise UserError(f"peft_config: adapters here have no {', '.join(refused)}: leave it out")
     modules = {name: getattr(adapters, name, None) for name in ("target_modules", "exclude_modules")}
     modules = {name: sorted(some) if isinstance(some, set) else some for name, some in modules.items() if some}

@@ -22,12 +22,16 @@ def test_trls_names_of_arguments():
 
 
 def test_adapters_of_peft():
-    peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"])
+    peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
     expected = {f"{MODEL}.lora_rank": 4, f"{MODEL}.lora_alpha": 8, f"{MODEL}.target_modules": ["k_proj", "q_proj"]}
     assert of_trl({"peft_config": peft}, MODEL) == expected
     assert of_trl({"peft_config": None}, MODEL) == {}
     with pytest.raises(UserError, match="adapters here have no lora_dropout"):
         of_trl({"peft_config": LoraConfig(r=4, lora_dropout=0.1)}, MODEL)
+    with pytest.raises(UserError, match="adapters here have no bias, layers_to_transform: leave it out"):
+        of_trl({"peft_config": LoraConfig(r=4, layers_to_transform=[0], bias="all")}, MODEL)
+    with pytest.raises(UserError, match="peft_config: a LoraConfig is expected, got dict"):
+        of_trl({"peft_config": {"r": 4}}, MODEL)
 
 
 @pytest.mark.parametrize(
