@@ -120,8 +120,8 @@ def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: b
             tokenizer.save_pretrained(target)
 
     if tokenizer is None and reads_text:
-        settings[f"{key}.tokenizer_path"] = getattr(model.config, "_name_or_path", "")
-        if not settings[f"{key}.tokenizer_path"]:
+        settings[f"{key}.tokenizer_path"] = at = getattr(model.config, "_name_or_path", "")
+        if not at or (Path(at).is_absolute() and not Path(at).is_dir()):
             raise UserError("a loaded model comes with its tokenizer: give tokenizer=")
     return {f"{key}.path": InputFile(f"model-{digest.hexdigest()[:12]}", write)} | settings
 

@@ -107,6 +107,9 @@ def test_a_changed_tokenizer_is_another_input():
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, False, False, True]
     processor = types.SimpleNamespace(tokenizer=tokenizer, chat_template="{{ messages }}", save_pretrained=print)
     assert made("policy", processor).write is processor.save_pretrained
+    model.config._name_or_path = "/nowhere/actor.now"  # of a policy in the middle of a run
+    with pytest.raises(UserError, match="a loaded model comes with its tokenizer: give tokenizer="):
+        model_settings("model", model, reads_text=True)
     with pytest.raises(UserError, match="tokenizer: a path, or a tokenizer of transformers, got type"):
         model_settings("model", "policy", int)
 
