@@ -6,7 +6,6 @@ import importlib.util
 import pickle
 import re
 import sys
-import sysconfig
 import zlib
 from collections.abc import Callable
 from contextlib import chdir, nullcontext
@@ -121,10 +120,10 @@ def _without_random_names(content: bytes) -> bytes:
 
 def _contents(modules: set[str]) -> bytes:
     """A digest of the files of those that are the user's own; none if no module is."""
-    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in sorted(modules - {"__main__"})]
-    libraries = {Path(sysconfig.get_path("stdlib")), Path(__file__).parent}
-    own = [f for f in files if f.is_file() and not libraries & {*f.parents} and "-packages" not in str(f)]
-    return b"".join(hashlib.sha256(file.read_bytes()).digest() for file in own)
+    own = [name for name in sorted(modules) if name.partition(".")[0] not in {*sys.stdlib_module_names, "valor"}]
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in own if name != "__main__"]
+    own_files = [file for file in files if file.is_file() and "-packages" not in str(file)]
+    return b"".join(hashlib.sha256(file.read_bytes()).digest() for file in own_files)
 
 
 class _Pickler(cloudpickle.Pickler):

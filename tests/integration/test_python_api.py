@@ -257,7 +257,7 @@ def test_supervised_runs_and_reward_models(tiny, tmp_path):
         ({"train_data": SUMS, "reward": lambda text: 0}, "must take (data_source, solution_str"),
         ({"train_data": SUMS, "reward_weights": [1]}, "reward_weights are those of reward functions"),
         ({"train_data": SUMS, "model": 42}, "a model is a path, a hub name or a transformers model, got int"),
-        ({"train_data": SUMS, "config": {"data": {}}}, "config: a yaml file or a named configuration, got dict"),
+        ({"train_data": SUMS, "config": {"data": {}}}, "config: a yaml file, or the name of a configuration"),
         ({"train_data": SUMS, "algorithm": 5}, "unknown advantage estimator '5'; known: gae"),
         ({"train_data": SUMS, "default_local_dir": "/dev/null/run"}, "'/dev/null/run"),
         ({"train_data": SUMS, "algorithm": "gea"}, "unknown advantage estimator 'gea'; did you mean gae?"),

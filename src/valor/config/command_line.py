@@ -193,10 +193,8 @@ def _off_by_default(root: type[BaseModel], key: str) -> bool:
 
 def _switches(root: type[BaseModel], key: str) -> list[str]:
     """What the key, and the sections that it is in, need to have an effect."""
-    names = [*accumulate(key.split("."), "{}.{}".format)]
-    return [
-        switch for name in names if name in schema(root) for switch in schema(root)[name].declared("only_with") or ()
-    ]
+    sections = [schema(root)[name] for name in accumulate(key.split("."), "{}.{}".format) if name in schema(root)]
+    return [switch for section in sections for switch in section.declared("only_with") or ()]
 
 
 def _plain(value: Any, key: str) -> Any:

@@ -50,11 +50,10 @@ def _torchs_own_defaults() -> Iterator[None]:
     """What the session has set for itself (a default type or device, no gradients) is no setting of a run."""
     import torch
 
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, is_on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
-        on_cpu = torch.device("cpu") if device.type != "cpu" else nullcontext()
-        with on_cpu, torch.inference_mode(False), torch.enable_grad():
+        with nullcontext() if is_on_cpu else torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -89,8 +88,8 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        splits = {"train": train_data, "val": val_data}
-        data = {f"data.{split}_files": (split, rows) for split, rows in splits.items() if rows is not None}
+        given = {"train": train_data, "val": val_data}
+        data = {f"data.{split}_files": (split, rows) for split, rows in given.items() if rows is not None}
         inputs = model_settings(self.model_key, model, tokenizer, reads_text=True)
         inputs |= dict.fromkeys(data, _INPUTS) | settings
 
@@ -101,13 +100,12 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         # The folder is a setting, as names of columns are: they are read once before the input files are written.
         first = load(arguments(Path(_INPUTS)), self.root).config
         row_of = partial(self._row, data=first.data)
-        inputs |= {key: data_files(*given, row_of) for key, given in data.items()} | settings
+        inputs |= {key: data_files(*rows, row_of) for key, rows in data.items()} | settings
         self.folder = Path(first.trainer.default_local_dir).absolute()
         self._inputs = self.folder / _INPUTS
         with disk_errors(self.folder):
-            for file in inputs.values():
-                if isinstance(file, InputFile):
-                    file.into(self._inputs)
+            for file in (value for value in inputs.values() if isinstance(value, InputFile)):
+                file.into(self._inputs)
         with _torchs_own_defaults():
             loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
@@ -177,7 +175,9 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         """End what runs. What was not saved is lost; the run goes on from its last checkpoint."""
         if self._steps is not None:
             self._steps.close()
-        self._forget_run()
+        self._run = self._steps = None
+        _open_runs.discard(self)
+        gc.collect()  # its models are in cycles: the next run or the session needs their memory now
 
     @_torchs_own_defaults()
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -219,15 +219,10 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         try:
             metrics = next(self._steps)
         except BaseException:
-            self._forget_run()
+            self.close()
             raise
         self._last_step = self._run.step
         return metrics
-
-    def _forget_run(self) -> None:
-        self._run = self._steps = None
-        _open_runs.discard(self)
-        gc.collect()  # its models are in cycles: the next run or the session needs their memory now
 
     @_torchs_own_defaults()
     def _loaded(self, role: str, kind: str) -> Any:
@@ -276,9 +271,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(config: str | Path | None) -> list[str]:
     if not isinstance(config, str | Path | None):
-        raise UserError(
-            f"config: a yaml file or a named configuration, got {type(config).__name__}: its settings are keywords"
-        )
+        raise UserError("config: a yaml file, or the name of a configuration; settings are keywords")
     path = Path(config or "").expanduser()
     if path.suffix in (".yaml", ".yml"):
         return [f"--config-path={path.parent}", f"--config-name={path.stem}"]

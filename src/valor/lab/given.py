@@ -73,11 +73,8 @@ def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
     adapters = renamed.pop("peft_config", None)
     if adapters is None:
         return renamed
-    if not hasattr(adapters, "lora_alpha"):
-        raise UserError(f"peft_config: a LoraConfig is expected, got {type(adapters).__name__}")
-    default = vars(type(adapters)())
-    changed = [name for name, value in vars(adapters).items() if value != default.get(name)]
-    if refused := [name for name in changed if name not in _OF_ADAPTERS | _ABOUT_ADAPTERS]:
+    changed = {name for name, value in vars(adapters).items() if value != getattr(type(adapters)(), name, None)}
+    if refused := sorted(changed - _OF_ADAPTERS - _ABOUT_ADAPTERS):
         raise UserError(f"peft_config: adapters here have no {', '.join(refused)}: leave it out")
     modules = {name: getattr(adapters, name, None) for name in ("target_modules", "exclude_modules")}
     modules = {name: sorted(some) if isinstance(some, set) else some for name, some in modules.items() if some}
@@ -88,8 +85,7 @@ def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
 def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
     """Settings below `key` for a path, a hub name, or a loaded model, which becomes a Hugging Face directory.
 
-    `tokenizer`: a path, or one of transformers, alone or in a processor. UserError: it or the model is none of these,
-    or the model has adapters, or no tokenizer although the run `reads_text`.
+    UserError: it is none of them, has adapters, or has no tokenizer although the run `reads_text`.
     """
     settings, digest = dict[str, Any](), hashlib.sha256()
     if isinstance(tokenizer, str | Path):
@@ -128,8 +124,6 @@ def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: b
 
 def _known_by(tokenizer: Any) -> bytes:
     """What a run's tokens depend on, without the tokenizer's state of padding, which its calls change."""
-    if not hasattr(tokenizer, "save_pretrained"):
-        raise UserError(f"tokenizer: a path, or a tokenizer of transformers, got {type(tokenizer).__name__}")
     alone = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     return repr((sorted(alone.get_vocab().items()), tokenizer.chat_template, alone.special_tokens_map)).encode()
 

@@ -30,8 +30,6 @@ def test_adapters_of_peft():
         of_trl({"peft_config": LoraConfig(r=4, lora_dropout=0.1)}, MODEL)
     with pytest.raises(UserError, match="adapters here have no bias, layers_to_transform: leave it out"):
         of_trl({"peft_config": LoraConfig(r=4, layers_to_transform=[0], bias="all")}, MODEL)
-    with pytest.raises(UserError, match="peft_config: a LoraConfig is expected, got dict"):
-        of_trl({"peft_config": {"r": 4}}, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,6 @@ def test_a_changed_tokenizer_is_another_input():
     model.config._name_or_path = "/nowhere/actor.now"  # of a policy in the middle of a run
     with pytest.raises(UserError, match="a loaded model comes with its tokenizer: give tokenizer="):
         model_settings("model", model, reads_text=True)
-    with pytest.raises(UserError, match="tokenizer: a path, or a tokenizer of transformers, got type"):
-        model_settings("model", "policy", int)
 
 
 def test_an_input_that_was_half_written_is_written_again(tmp_path):
