@@ -127,8 +127,8 @@ def _contents(modules: set[str]) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process), and the
-    order of sets, which differs from session to session."""
+    """Leaves out the folder in which code was compiled (of a notebook's cell it holds the number of a process), the
+    order of sets and the addresses of weights, which differ from session to session."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file)
@@ -136,6 +136,10 @@ class _Pickler(cloudpickle.Pickler):
         self.modules: set[str] = set()  # of what was pickled by name
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ == "TypedStorage":  # of a model's weights, into which torch's own way writes an address
+            torch = sys.modules["torch"]
+            torch.save(obj, weights := BytesIO())
+            return torch.storage._load_from_bytes, (weights.getvalue(),)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and isinstance(obj, type | FunctionType | ModuleType):
             self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else obj.__module__)

@@ -8,6 +8,7 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 
 from valor.errors import UserError
 from valor.rewards.custom import CustomFunction
@@ -225,6 +226,19 @@ sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
         unpickled(str(tmp_path / "reward.pkl"))(data_source="", solution_str="abc", ground_truth=None, extra_info={})
         == 3
     )
+
+
+def test_a_model_that_a_function_holds_is_its_weights_and_not_where_they_are(tmp_path):
+    def scored(completions, model):
+        return [model(torch.ones(1)).item() for _ in completions]
+
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (pickled(RewardFunctions([partial(scored, model=model)]), "reward", "key") for model in models)
+    assert first == second
+    (tmp_path / "reward.pkl").write_bytes(first)
+    arguments = {"data_source": "", "solution_str": "", "ground_truth": None, "extra_info": {}}
+    assert unpickled(str(tmp_path / "reward.pkl"))(**arguments) == models[0](torch.ones(1)).item()
 
 
 def test_a_changed_module_of_the_users_own_is_another_reward(tmp_path, monkeypatch):
