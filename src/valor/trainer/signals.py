@@ -7,7 +7,7 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from valor.errors import Interrupted
 from valor.tracking.console import get_console, say
@@ -28,17 +28,16 @@ class StopRequest:
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    _open: ClassVar[list["StopRequest"]] = []
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once, self.saving = at_once, False
         self.signum: int | None = None
         self._raised: int | None = None
+        self._ended = False
         self._count, self._last = 0, float("-inf")
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._open.append(self)
         with suppress(ValueError):  # not in the main thread
             for s in self._SIGNALS:
                 if signal.getsignal(s) is not signal.SIG_IGN:
@@ -46,13 +45,10 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.remove(self)
-        for s, handler in self._previous.items():
-            later = [other for other in self._open if other._previous.get(s) == self._on_signal]
-            for other in later:  # runs of one process end in any order
-                other._previous[s] = handler
-            if not later:
-                signal.signal(s, handler)
+        self._ended = True
+        for s in (s for s in self._previous if signal.getsignal(s) == self._on_signal):
+            with suppress(ValueError):  # it ends in another thread than it began in
+                signal.signal(s, self._previous[s])
 
     def raise_again(self) -> None:
         """Raise Interrupted once more, where a library or a callback from C has swallowed the first."""
@@ -60,6 +56,9 @@ class StopRequest:
             raise Interrupted(self._raised)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._ended:  # what was there could not be put back, or was by another run that had begun within this one
+            signal.signal(signum, self._previous[signal.Signals(signum)])
+            return signal.raise_signal(signum)
         if time.monotonic() - self._last < _ONE_REQUEST_SECONDS:
             return
         self._count, self._last = self._count + 1, time.monotonic()
