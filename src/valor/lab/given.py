@@ -30,7 +30,7 @@ _ANSWERS = {
     "callbacks": "take the steps one by one: for step in valor.PPO(…)",
 }
 _URI = "data:image/*;base64,"
-_OF_ADAPTERS = {"r", "lora_alpha", "target_modules", "exclude_modules"}
+_OF_ADAPTERS = {"r": "lora_rank"} | {key: key for key in ("lora_alpha", "target_modules", "exclude_modules")}
 _ABOUT_ADAPTERS = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
 
@@ -74,12 +74,10 @@ def of_trl(arguments: Mapping[str, Any], model_key: str) -> Row:
     if adapters is None:
         return renamed
     changed = {name for name, value in vars(adapters).items() if value != getattr(type(adapters)(), name, None)}
-    if refused := sorted(changed - _OF_ADAPTERS - _ABOUT_ADAPTERS):
+    if refused := sorted(changed - _OF_ADAPTERS.keys() - _ABOUT_ADAPTERS):
         raise UserError(f"peft_config: adapters here have no {', '.join(refused)}: leave it out")
-    modules = {name: getattr(adapters, name, None) for name in ("target_modules", "exclude_modules")}
-    modules = {name: sorted(some) if isinstance(some, set) else some for name, some in modules.items() if some}
-    sizes = {"lora_rank": adapters.r, "lora_alpha": adapters.lora_alpha}
-    return {f"{model_key}.{name}": value for name, value in (sizes | modules).items()} | renamed
+    values = {f"{model_key}.{key}": getattr(adapters, name, None) for name, key in _OF_ADAPTERS.items()}
+    return {key: sorted(some) if isinstance(some, set) else some for key, some in values.items() if some} | renamed
 
 
 def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
