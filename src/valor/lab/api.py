@@ -75,7 +75,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     root: ClassVar[type[PPOConfig] | type[SupervisedConfig]]
     makes: ClassVar[str]  # a valor.trainer.run.Run of the configuration and the command, as `module:Class`
     model_key: ClassVar[str] = "model"
-    _row: Callable[[dict[str, Any], Any], dict[str, Any]] = staticmethod(lambda row, data: row)  # as the files have it
+    _row: Callable[..., dict[str, Any]] = staticmethod(lambda row, data: row)  # as the files have it
 
     @_with_trl_names
     def __init__(

@@ -110,7 +110,7 @@ def model_settings(key: str, model: Any, tokenizer: Any = None, *, reads_text: b
 
     def write(target: Path) -> None:
         model.save_pretrained(target)
-        if tokenizer is not None and not settings:
+        if not isinstance(tokenizer, str | Path | None):
             tokenizer.save_pretrained(target)
 
     if tokenizer is None and reads_text:

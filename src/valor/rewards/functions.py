@@ -120,8 +120,10 @@ class RewardFunctions:
 def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
     """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
     try:
-        parameters = inspect.signature(None if hasattr(function, "save_pretrained") else function).parameters
-    except (TypeError, ValueError):  # no function but a model, or one in C that does not say what it takes
+        if hasattr(function, "save_pretrained"):
+            raise TypeError("a model")
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one in C that does not say what it takes
         model = "a reward model is reward__reward_model__enable=True, reward__reward_model__model_path=…"
         got = f"got {type(function).__name__}; {model}"
         raise UserError(f"reward: a function is expected, {FORMS}, {got}") from None
