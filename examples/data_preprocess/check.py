@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valor.config import DataConfig
-from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, same_text
+from valor.data.files import DataRow, parse_row, prompt_records, read_records, same_text
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError, exit_code
 from valor.rewards.custom import CustomFunction
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 WRONG = "I don't know."
 PERCENTILES = (0, 50, 90, 99, 100)
-COLUMNS = DataConfig(image_key="images")
 NAMED_ROWS = 3  # how many rows a finding names
 
 
@@ -73,12 +72,12 @@ def check_rows(
     """
     report = Report(str(path))
     try:
-        records = list(read_records(path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS))
+        data, records = _read(path)
     except UserError as error:
         report.problems.append(str(error))
         return report
     report.facts = [f"{path}: {len(records)} rows"]
-    rows = report.rows = _parsed(records, report)
+    rows = report.rows = _parsed(records, data, report)
     if not rows:
         return report
     sources = Counter(row.data_source for row in rows).most_common()
@@ -97,11 +96,18 @@ def check_rows(
     return report
 
 
-def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[DataRow]:
+def _read(path: str | Path) -> tuple[DataConfig, list[tuple[str, dict[str, Any]]]]:
+    """The rows as a run reads them, with images where there are some."""
+    names = {name for _, record in read_records(path) for name in record}
+    data = DataConfig(image_key="images" if "images" in names else None)
+    return data, list(prompt_records(path, data))
+
+
+def _parsed(records: list[tuple[str, dict[str, Any]]], data: DataConfig, report: Report) -> list[DataRow]:
     rows, bad = [], []
     for where, record in records:
         try:
-            rows.append(parse_row(record, where, COLUMNS))
+            rows.append(parse_row(record, where, data))
         except UserError as error:
             bad.append(str(error))
     report.problems += bad[:NAMED_ROWS]
@@ -145,8 +151,8 @@ def _check_duplicates(report: Report) -> None:
 
 def _check_overlap(test_path: str | Path, report: Report) -> None:
     try:
-        records = read_records(test_path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS)
-        parsed = (parse_row(record, where, COLUMNS) for where, record in records)
+        data, records = _read(test_path)
+        parsed = (parse_row(record, where, data) for where, record in records)
         tested = {same_text(row.messages): row for row in parsed}
     except UserError as error:
         report.problems.append(str(error))
@@ -163,7 +169,7 @@ def _check_overlap(test_path: str | Path, report: Report) -> None:
 def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report: Report) -> str:
     """Returns the first prompt as the model sees it, "" if the template refuses one."""
     try:
-        texts = [render(tokenizer, row.messages, where=row.where) for row in report.rows]
+        texts = [render(tokenizer, row.messages, row.template, row.where) for row in report.rows]
     except UserError as error:
         report.problems.append(str(error))
         return ""

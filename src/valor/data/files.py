@@ -64,27 +64,32 @@ def read_rows(paths: str | Path | Sequence[str | Path], data: DataConfig = _USUA
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
-    records = (record for path in files for record in _prompt_records(path, data))
+    records = (record for path in files for record in prompt_records(path, data))
     return [parse_row(record, where, data) for where, record in records]
 
 
-def _prompt_records(path: str | Path, data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file's rows in the columns of prompt files; of a file of questions and answers, made into such."""
+def prompt_records(path: str | Path, data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file's rows in the columns of prompt files; of a file of questions and answers, made into such. Some rows of
+    JSON may leave out the column of images."""
     file, keys = existing_file(path), (data.prompt_key, data.reward_fn_key)
     if file.name.endswith(".parquet"):
         columns = _parquet_columns(file)
     else:
         columns = next((record.keys() for _, record in _json_records(file, ())), ())
     images, plain = () if data.image_key is None else (data.image_key,), is_plain(columns, *keys)
-    needed = images if plain else (*keys, "reward_model", *images)
-    for where, record in read_records(path, needed, None if plain else OPTIONAL_COLUMNS):
+    needed, others = ((), None) if plain else ((*keys, "reward_model"), (*OPTIONAL_COLUMNS, *images))
+    lacks_images = bool(images)
+    for where, record in read_records(path, needed, others):
         try:
             row = read_plain(record, *keys) if plain else record
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if not images:
             refuse_unread(columns, row[data.prompt_key], where, "set data.image_key={column}, or leave the column out")
+        lacks_images = lacks_images and data.image_key not in record
         yield where, row | {name: record.get(name) for name in images}
+    if lacks_images:
+        _require_columns(str(file), columns, images)
 
 
 def _parquet_columns(file: Path) -> Collection[str]:

@@ -1,6 +1,7 @@
 """`check_rows` finds each planted fault, and is content with good data."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,26 @@ def test_places_of_images_are_no_problem(tmp_path: Path) -> None:
     assert check(tmp_path, *rows, test_path=tmp_path / "test.jsonl").problems == []
 
 
+def test_questions_and_answers_are_read_as_a_run_reads_them(tmp_path: Path) -> None:
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "1+2", "answer": ""}]
+    report = check(tmp_path, *rows, test_path=tmp_path / "a.jsonl")
+    assert [(row.data_source, row.ground_truth) for row in report.rows] == [("own", "2"), ("own", "")]
+    assert [problem.partition(":")[0] for problem in report.problems] == [
+        "empty reward_model.ground_truth, which can never score",
+        "data_source 'own' (2 rows) has no grader",
+        f"2 of 2 prompts are in {tmp_path / 'a.jsonl'} too (line 1 = line 1, line 2 = line 2), so validation would "
+        "measure memory",
+    ]
+
+
+def test_prompts_are_measured_with_what_their_rows_give_the_template(tmp_path: Path, tokenizer: Any) -> None:
+    thinks = deepcopy(tokenizer)
+    thinks.chat_template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    rows = [record("one"), record("two", enable_thinking=True)]
+    report = check(tmp_path, *rows, tokenizer=thinks, max_prompt_length=3)
+    assert [problem.partition(";")[0] for problem in report.problems] == ["prompt over 3 tokens: 1 of 2 rows (line 2)"]
+
+
 def test_prompts_over_the_limit(tmp_path: Path, tokenizer: Any) -> None:
     report = check(tmp_path, *[record("x" * n) for n in range(1, 11)], tokenizer=tokenizer, max_prompt_length=25)
     (problem,) = report.problems
@@ -107,7 +128,7 @@ def test_unreadable_files_are_findings(tmp_path: Path) -> None:
     assert "no such file" in check_rows(tmp_path / "no.parquet", is_arithmetic).problems[0]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     assert "not a readable parquet" in check_rows(tmp_path / "b.parquet", is_arithmetic).problems[0]
-    report = check(tmp_path, {"question": "?"})
+    report = check(tmp_path, {"query": "?"})
     assert "column 'prompt', 'data_source', 'reward_model' missing" in report.problems[0]
 
 

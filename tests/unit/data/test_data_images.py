@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def test_a_run_on_text_has_no_images(tmp_path: Path, processor: Any) -> None:
     data = DataConfig(train_files=[str(tmp_path / "rows.parquet")], seed=0)
     prompts = PromptDataset(data, processor.tokenizer)
     assert prompts[0].images is None and len(prompts) == 1
+
+
+def test_rows_of_json_may_leave_out_the_column_of_images(tmp_path: Path) -> None:
+    file, data = tmp_path / "rows.jsonl", DataConfig(image_key="images")
+    rows = [{name: value for name, value in row("none", []).items() if name != "images"}, row("<image>", ["a.png"])]
+    (tmp_path / "a.png").write_bytes(b"x")
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert [len(read.images) for read in read_rows(file, data)] == [0, 1]
+    file.write_text(json.dumps(rows[0]))
+    with pytest.raises(UserError, match="column 'images' missing"):
+        read_rows(file, data)
 
 
 PARTS = [{"type": "text", "text": "a "}, {"type": "image", "text": None}, {"type": "text", "text": " b"}]
