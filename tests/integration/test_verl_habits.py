@@ -72,6 +72,23 @@ def test_a_prompt_that_searches_needs_an_agent(overrides, tiny, tmp_path, capsys
     stops_with(arguments, tmp_path / "run", capsys, "<search>", "do_search=true")
 
 
+@pytest.mark.parametrize(
+    ("loop", "key"),
+    [
+        ("tool_agent", "multi_turn.enable=true"),
+        ("gateway_agent", "default_agent_loop=gateway_agent"),
+        ("mine", "agent_loop_config_path"),
+    ],
+)
+def test_a_row_that_names_a_loop_needs_a_run_that_plays_episodes(loop, key, overrides, tiny, tmp_path, capsys):
+    rows = pq.read_table(tiny["train"])[:8].to_pylist()
+    names = ["single_turn_agent", None, loop]
+    rows = [{**row, "agent_name": names[i % 3]} for i, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "loops.parquet")
+    arguments = overrides(tmp_path / "run", f"data.train_files={tmp_path / 'loops.parquet'}")
+    stops_with(arguments, tmp_path / "run", capsys, f"data row 2 has agent_name '{loop}'", key)
+
+
 def test_components_are_looked_for_before_the_first_rollout(overrides, tmp_path, capsys):
     gdpo = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[short,styl]"]
     own = f"reward.custom_reward_function.path={Path(__file__).with_name('component_reward.py')}"

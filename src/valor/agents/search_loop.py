@@ -34,7 +34,8 @@ class SearchLoop(AgentLoop):
         self._max_documents = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)  # tokens
         retriever = config.retriever
         corpus = retriever.corpus_path if retriever.url is None else None
-        self._retriever = open_retriever(retriever.url, corpus, topk=retriever.topk)
+        timeout = config.actor_rollout_ref.rollout.multi_turn.tool_timeout
+        self._retriever = open_retriever(retriever.url, corpus, topk=retriever.topk, timeout=timeout)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         play = self.play(task, generate)

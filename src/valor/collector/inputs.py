@@ -10,10 +10,12 @@ from valor.agents.agents import Agents
 from valor.agents.chat import format_of
 from valor.agents.episode import with_text
 from valor.agents.formats import FORMATS, ToolCall
+from valor.agents.loops import LOOPS
 from valor.agents.taskset import taskset_of_run
 from valor.agents.tools import name_of
 from valor.config import DataConfig, PPOConfig, RewardModelConfig
 from valor.config.engine import BackboneConfig
+from valor.config.ppo import SINGLE_TURN
 from valor.data.batch import Batch
 from valor.data.curriculum import training_sampler
 from valor.data.images import ImageFiles
@@ -210,7 +212,15 @@ def _ask_format(tokenizer: Any, config: PPOConfig) -> None:
 
 
 def _check_answered(rows: Iterable[PromptRow]) -> None:
-    """UserError: a prompt tells the policy to search, and no agent would answer."""
+    """UserError: a row names an agent, or its prompt tells the policy to search, and no agent would answer."""
+    if named := next((row for row in rows if row.extra_info.get("agent_name") not in (None, SINGLE_TURN)), None):
+        name, agent = named.extra_info["agent_name"], "actor_rollout_ref.rollout.agent"
+        own = f"{agent}.default_agent_loop={name}" if name in LOOPS else f"{agent}.agent_loop_config_path"
+        keys = {"tool_agent": "actor_rollout_ref.rollout.multi_turn.enable=true", "search_agent": "do_search=true"}
+        raise UserError(
+            f"data row {named.index} has agent_name '{name}', and by its keys this run has answers of one turn: set "
+            f"{keys.get(name, own)}, or leave the column out"
+        )
     searching = next((row for row in rows if any("<search>" in str(m["content"]) for m in row.messages)), None)
     if searching is not None:
         raise UserError(

@@ -25,6 +25,7 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 _ENV = f"data.taskset or {_AGENT}.environment"
 _TURNS = f".enable or {_ENV} or {_AGENT}.default_agent_loop=environment_agent"
+_EPISODES = {"plays_episodes": "answers have one turn here"}
 _PLAYED = {f"{_AGENT}.replay_dir=null": "recorded episodes are replayed"}
 
 
@@ -113,7 +114,7 @@ class MultiTurnConfig(Section):
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", f".enable or {_ENV}")
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, f"{_TURNS} or do_search")
-    """Seconds that one call of a tool, a search, or a call of a text environment may take."""
+    """Seconds that one call of a tool or of an environment may take, or one request of a search (do_search)."""
     max_tool_error_ratio: Share = key(1.0, f".enable or {_ENV} or do_search")
     """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("auto", f".enable or {_ENV} or {_AGENT}.default_agent_loop=gateway_agent")
@@ -174,12 +175,12 @@ class AgentConfig(Section):
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
     compaction: CompactionConfig = section(CompactionConfig)
-    gateway: GatewayConfig = section(GatewayConfig)
-    max_concurrent_episodes: PositiveInt = 512
+    gateway: GatewayConfig = section(GatewayConfig, _EPISODES)
+    max_concurrent_episodes: PositiveInt = key(512, _EPISODES)
     """Most episodes under way at once in one process."""
-    deterministic: bool = False
+    deterministic: bool = key(False, _EPISODES)
     """Wait after every turn for all episodes, so that a run repeats bit for bit whatever the tools' speed."""
-    replay_dir: PathStr | None = key(None, {"plays_episodes": "answers have one turn here"})
+    replay_dir: PathStr | None = key(None, _EPISODES)
     """Train on the episodes that a run has recorded here (trainer.episode_data_dir), and generate nothing."""
 
 
@@ -189,7 +190,7 @@ class RetrieverConfig(Section):
     url: str | None = key("http://127.0.0.1:8000/retrieve", "do_search")
     """Address of a retrieval server (valor retrieve); null: searched in the rollout's process, in corpus_path."""
     corpus_path: PathStr | None = key(None, {"do_search": "", ".url=null": "the server at retriever.url is asked"})
-    """Jsonl or parquet file of documents."""
+    """File of documents: jsonl, json or parquet."""
     topk: PositiveInt = key(3, "do_search")
     """Documents for a query."""
 

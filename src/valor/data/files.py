@@ -29,7 +29,6 @@ from valor.data.plain_rows import QUESTIONS, TRUTHS, is_plain, read_plain
 from valor.errors import UserError, did_you_mean
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
-REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
 OPTIONAL_COLUMNS = ("extra_info", "agent_name", *ROW_OPTIONS)
 _USUAL = DataConfig()  # with the usual names of columns, and none of images
 

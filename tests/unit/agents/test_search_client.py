@@ -15,7 +15,9 @@ import pytest
 from json_http import JsonHandler
 from valor import http_client
 from valor.agents.builtin_tools import make_search
+from valor.agents.chat import Chat
 from valor.agents.formats import ToolCall
+from valor.agents.loops import Limits, LoopContext
 from valor.agents.search.client import (
     Document,
     HttpRetriever,
@@ -25,11 +27,14 @@ from valor.agents.search.client import (
     open_retriever,
     results_text,
 )
+from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
 from valor.agents.tools import Toolbox, ToolResult, Toolset
+from valor.config import load
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
+from valor.lab.arithmetic import make_tokenizer
 
 PARIS = {"document": {"contents": '"Paris"\nThe capital\nof France.'}, "score": 2.5}
 ROME = {"document": {"contents": '"Rome"\nThe capital of Italy.'}, "score": 1.5}
@@ -218,6 +223,12 @@ def test_texts_are_those_of_search_r1_and_verl() -> None:
 
 def call(tool: Callable[..., Any], *queries: str) -> ToolResult:
     return asyncio.run(tool(list(queries)))
+
+
+def test_the_loop_of_search_r1_waits_for_a_reply_as_long_as_tool_timeout_says() -> None:
+    keys = ["do_search=true", "actor_rollout_ref.rollout.multi_turn.tool_timeout=7", "retriever.url=http://a/retrieve"]
+    loop = SearchLoop(LoopContext(load(keys).config, Chat(make_tokenizer()), Limits(100, 1000)))
+    assert isinstance(loop._retriever, HttpRetriever) and loop._retriever._timeout == 7
 
 
 def test_verl_s_configuration_of_the_tool(server: FakeServer) -> None:
