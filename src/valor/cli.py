@@ -23,7 +23,7 @@ COMMANDS = {
     "demo": ("valor.lab.demo:main", "[--task search]: a tiny model made, warm-started and trained by PPO here"),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_runs:score", "the scorecard of a critic: key=value …"),
-    "critic search": ("valor.lab.critic_runs:search", "answers that a critic chooses or searches for: key=value …"),
+    "critic search": ("valor.lab.critic_runs:search", "accuracy of answers that a critic chooses: key=value …"),
     "eval": ("valor.lab.commands:evaluate", "MODEL …: pass@k with intervals, models compared: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with a card"),
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card"),

@@ -185,7 +185,7 @@ class CriticConfig(
 ):
     """The value model's update."""
 
-    enable: bool = key(True, derived="true with gae")
+    enable: bool = key(True, derived="true with gae, evpo, vtrace")
     """Train a critic; null leaves it to algorithm.adv_estimator."""
     kind: Literal["model", "probe"] = "model"
     """A value model that is trained, or a probe: least squares on the policy's hidden states, in closed form."""

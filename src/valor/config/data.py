@@ -14,7 +14,7 @@ class FilesConfig(Section):
     """Where the rows to train on are."""
 
     train_files: PathList = key(["~/data/gsm8k/train.parquet"])
-    """Training rows (prompts, demonstrations or preference pairs): one parquet or jsonl file, or a list."""
+    """Training rows (prompts, demonstrations or preference pairs): one file (parquet, jsonl, json), or a list."""
     val_files: PathList | None = None
     """Validation rows; null runs no validation (reward models: holds out val_share of the training rows)."""
     train_max_samples: int = -1
@@ -33,7 +33,7 @@ class CustomClsConfig(Section):
     """A dataset class of the user's own: (data_files, tokenizer, processor, config, max_samples) -> prompts."""
 
     path: PathStr | None = None
-    """Python file; null reads parquet and jsonl files. Its items are rows as those files have them."""
+    """Python file; null reads the files themselves. Its items are rows as those files have them."""
     name: str = key("Dataset", ".path")
     """Class in it."""
 

@@ -73,7 +73,7 @@ class BackboneConfig(Section):
 
 
 class ModelConfig(BackboneConfig):
-    """The policy, which is also the reference model and, with rollout.name=native, the generator."""
+    """The model that is trained; in RL also the reference and, with rollout.name=native, the generator."""
 
     tokenizer_path: PathStr | None = None
     """Tokenizer, if it is not beside the model."""
@@ -134,7 +134,7 @@ class RefFSDPConfig(
     **_as_the_actor("fsdp_config", "offload_policy", "reshard_after_forward", "fsdp_size", "dtype"),
     optimizer_offload=hidden(False),
 ):
-    """The same for the reference; it computes in the actor's precision, so that the KL starts at zero."""
+    """The same for reference and teachers; they compute in the actor's precision, so that a KL to itself is zero."""
 
 
 class RewardModelFSDPConfig(
@@ -154,7 +154,7 @@ class MegatronConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that share each layer's matrices (and the positions between them); must divide the key-value heads."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Stages of consecutive layers; must divide the layers."""
+    """Stages of consecutive layers; must divide them, unless override_transformer_config.num_layers_in_* says how."""
     context_parallel_size: PositiveInt = 1
     """Processes that share the positions of every row (all-to-all over the heads); needs packed rows."""
     expert_model_parallel_size: PositiveInt = 1
@@ -237,7 +237,7 @@ class FastOptimConfig(OptimConfig, lr=1e-5):
 
 
 class CheckpointConfig(Section):
-    """What actor and critic write into a checkpoint and read back."""
+    """What a trained model writes into a checkpoint and reads back."""
 
     save_contents: Annotated[list[Part], AfterValidator(_resumable)] = key(RESUMABLE)
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""

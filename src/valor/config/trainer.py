@@ -20,7 +20,7 @@ class RunConfig(Section):
     logger: list[str] = key(["console", "file"])
     """console, file (jsonl in the folder), tensorboard, wandb, trackio, mlflow, swanlab, or module:Name of your own."""
     total_epochs: PositiveInt = key(30, ".total_training_steps=null")
-    """Passes over the training prompts."""
+    """Passes over the training rows."""
     total_training_steps: PositiveInt | None = None
     """Length in steps; null is total_epochs."""
     save_freq: CountOrOff = -1

@@ -15,6 +15,8 @@ _QUIET_FOR = 20  # steps in which a finding is not repeated
 _SCORE = "critic/score/mean"
 _ACTOR = "actor_rollout_ref.actor"
 _RATE = f"{_ACTOR}.optim.lr"
+# Whole sequences or turns, in a range so narrow that many always are; weights of tokens that teach all the same.
+_CLIPS_MUCH = ("gspo", "turn_ppo", "cispo")
 Verdict = tuple[str, str]  # what is wrong, with its number; what to do
 
 
@@ -280,8 +282,8 @@ def policy_runs_away(run: Diagnosis) -> Verdict | None:
 
 def clip_fraction(run: Diagnosis) -> Verdict | None:
     clipped = run.last("actor/pg_clipfrac")
-    # GSPO clips whole sequences, in a range so narrow that it always does.
-    if clipped is None or clipped < 0.3 or run.settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo":
+    loss = run.settings.get(f"{_ACTOR}.policy_loss.loss_mode")
+    if clipped is None or clipped < 0.3 or loss in _CLIPS_MUCH:
         return None
     return (
         f"the clip range stops {clipped:.0%} of the tokens: most of each batch teaches nothing",

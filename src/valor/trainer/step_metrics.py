@@ -112,7 +112,7 @@ def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str,
     """Seconds of each phase, milliseconds a token, and tokens per second and process over the whole step."""
     response = int(batch["response_lengths"].sum())
     total = response + int(batch["prompt_lengths"].sum())
-    phases = ("ref", "values", "adv", "update_critic", "update_actor")
+    phases = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
     step = timer.seconds["step"]
     return {
         "perf/total_num_tokens": total,

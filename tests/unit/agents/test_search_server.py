@@ -112,7 +112,12 @@ def test_what_is_not_answered_is_one_line(server: str, body: Any, status: int, w
 def test_a_search_needs_the_key_and_the_right_method(server: str) -> None:
     assert post(server, {"queries": ["a"]}, key="guess").status_code == 401
     assert httpx2.post(server, json={"queries": ["a"]}).status_code == 401
-    assert httpx2.get(server).status_code == 405
+    for path, reply in (
+        ("/retrieve", httpx2.get(server)),
+        ("/", httpx2.post(server.removesuffix("retrieve"), json={})),
+    ):
+        assert reply.status_code == (405 if path == "/retrieve" else 404)
+        assert f"{path} is not served: only POST /retrieve" in reply.json()["error"]
     health = httpx2.get(server.replace("/retrieve", "/health")).json()
     assert health == {"status": "ok", "documents": 6}
 

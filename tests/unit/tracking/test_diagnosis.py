@@ -86,6 +86,16 @@ def test_a_critic_that_leaves_more_variance_than_the_group_does_is_named(ratio, 
         assert "critic.target=residual" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("loss", "speaks"), [("vanilla", True), ("gspo", False), ("turn_ppo", False), ("cispo", False)]
+)
+def test_clipped_tokens_are_lost_under_losses_that_clip_single_ones(loss, speaks):
+    found = Diagnosis({"actor_rollout_ref.actor.policy_loss.loss_mode": loss})
+    for step, metrics in enumerate(steps_of("grpo"), start=1):
+        found.add(step, metrics | {"actor/pg_clipfrac": 0.5})
+    assert ("clip_fraction" in found.findings) is speaks
+
+
 @pytest.mark.parametrize(("mode", "speaks"), [("token-mean", True), ("seq-mean-token-sum", False)])
 def test_a_kl_term_that_is_a_sum_over_tokens_is_no_distance_of_a_token(mode, speaks):
     """3 nats a token are far; 3 nats a response of 48 tokens are not."""

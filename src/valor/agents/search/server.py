@@ -57,6 +57,7 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
@@ -75,8 +76,12 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     async def refuse(_: Request, refusal: Any) -> JSONResponse:
         return JSONResponse({"error": str(refusal)}, refusal.status)
 
+    async def refuse_path(asked: Request, error: Any) -> JSONResponse:
+        reason = f"{asked.method} {asked.url.path} is not served: only POST /retrieve and GET /health"
+        return await refuse(asked, Refused(error.status_code, reason))
+
     routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
-    return Starlette(routes=routes, exception_handlers={Refused: refuse})
+    return Starlette(routes=routes, exception_handlers={Refused: refuse, HTTPException: refuse_path})
 
 
 @command("retrieve", "valor retrieve corpus.jsonl --port 8000", "search")
