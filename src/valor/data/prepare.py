@@ -71,7 +71,7 @@ def main(name: str | None, out: Path | None, options: Sequence[str], **flags: An
         titles |= {f"{PREFIX}TASK": "puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"}
         titles |= {"custom": "your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"}
         print(
-            "valor data prepare NAME, where NAME is one of\n", *(f"  {n:<14}{t}" for n, t in titles.items()), sep="\n"
+            "valor data prepare NAME, where NAME is one of\n", *(f"  {n:<19}{t}" for n, t in titles.items()), sep="\n"
         )
         return 0
     settings = dict(map(_option, options))

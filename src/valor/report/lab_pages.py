@@ -93,7 +93,9 @@ def _row(arm: Mapping[str, Any], *, is_control: bool) -> list[str]:
     numbers = [_NOTHING if arm["first"]["mean"] is None else short(arm["first"]["mean"]), with_interval(arm["last"])]
     numbers.append("control" if is_control else with_interval(gap, "+"))
     tests = [_NOTHING if gap.get(key) is None else f"{gap[key]:.2g}" for key in ("p_t", "p_signs", "p_holm")]
-    verdict = {None: "too few seeds" if gap else _NOTHING, True: "yes", False: "no"}[gap.get("significant")]
+    by_seed = gap.get("by_seed", ())  # without a spread there is no t-test
+    untested = "too few seeds" if len(by_seed) < 3 else "no spread" if any(by_seed) else "no"
+    verdict = {None: untested if gap else _NOTHING, True: "yes", False: "no"}[gap.get("significant")]
     return [arm["name"], str(len(arm["finished"])), *numbers, *tests, verdict]
 
 

@@ -74,6 +74,16 @@ def test_two_seeds_that_happen_to_agree_do_not_make_a_difference(tmp_path):
     assert next(line for line in table(results).splitlines() if line.startswith("| better")).endswith("too few seeds |")
 
 
+@pytest.mark.parametrize(("better", "verdict"), [(0.5, "no"), (0.75, "no spread")])
+def test_seeds_that_all_agree_are_not_too_few(tmp_path, better, verdict):
+    sweep = make_sweep(tmp_path / "s", dict.fromkeys(EXACT, 0.0))
+    for run in sweep.runs:
+        finish(run, [0.125, better if run.arm == "better" else 0.5])
+    results = compare(sweep, {})
+    assert results["arms"][1]["difference"]["p_t"] is None
+    assert next(line for line in table(results).splitlines() if line.startswith("| better")).endswith(f"| {verdict} |")
+
+
 def test_holm_counts_the_comparisons(tmp_path):
     arms = compare(make_sweep(tmp_path / "s", {"a": 0.3, "b": 0.9, "c": 0.32}), {})["arms"]
     b, c = (arm["difference"] for arm in arms[1:])
