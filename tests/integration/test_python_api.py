@@ -87,6 +87,14 @@ def test_the_tokenizer_is_that_of_the_run(tiny, tmp_path):
     assert run.tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False) == "1+1="
 
 
+@pytest.mark.parametrize(("critic", "has"), [({}, "no critic"), ({"kind": "probe", "enable": True}, "a regression")])
+def test_a_run_without_a_value_model_has_none_to_give(critic, has, tiny, tmp_path):
+    made = settings(tmp_path / "run", critic=critic)
+    run = valor.PPO(tiny["model"], SUMS, reward=lambda completions: [0.0], algorithm="grpo", **made)
+    with pytest.raises(UserError, match=f"this run has {has}.* and no value model"):
+        run.critic  # noqa: B018
+
+
 def test_two_runs_of_a_process_do_not_write_into_one_folder(tiny, tmp_path):
     def start():
         return valor.PPO(

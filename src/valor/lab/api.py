@@ -335,7 +335,11 @@ class PPO(PythonRun):
 
     @property
     def critic(self) -> Any:
-        """The critic's present weights: a token classifier whose logits are the values of what was read so far."""
+        """The critic's present weights: a token classifier whose logits are the values of what was read so far.
+        UserError: the run has no such model."""
+        if not self.config.has_value_model:
+            has = "a regression (critic.kind=probe)" if self.config.has_probe else "no critic"
+            raise UserError(f"run.critic: this run has {has} and no value model, as algorithm='ppo' trains one")
         return self._loaded("critic", "AutoModelForTokenClassification")
 
     def _check_travels(self) -> None:
