@@ -3,6 +3,7 @@
 Graders get a response as soon as it has ended, while others are still being generated.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from valor.rewards.executor import RewardResult
 from valor.rewards.steps import Step, on_tokens, scaled, token_rewards
 from valor.rewards.worker import NOT_GRADED, Sample, gather
 
+logger = logging.getLogger(__name__)
+
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
 
 
@@ -41,6 +44,7 @@ class Grading:
         self.model = ModelGrading(config, inputs, roles)
         self._episode_length, self._may_be_ungraded = config.episode_length, config.distillation.alone
         self._early: dict[EpisodeKey, tuple[Sample, Future[RewardResult]]] = {}
+        self._unasked = False  # whether it was told that no grader is
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
         """For episodes that answer `prompts`: gives each to its grader at once. None where graders have to wait."""
@@ -182,8 +186,15 @@ class Grading:
 
     def _by_rule(self, batch: Batch) -> list[RewardResult]:
         """Environments' outcomes, and graders' results for the rest; what `sink` had graded is not graded again."""
-        outcomes = enumerate(batch.objects.get("outcome", ()))
+        outcomes, function = enumerate(batch.objects.get("outcome", ())), self.config.custom_reward_function.path
         results = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None}
+        if function and len(results) == len(batch) and not self._unasked:
+            self._unasked = True
+            logger.warning(
+                "reward.custom_reward_function.path=%s is not called: episodes come with the score of their environment"
+                " or program; where that is None (an Env with grades = False), the function gives it",
+                function,
+            )
         results |= self._unplayed(batch)
         if self._may_be_ungraded:
             sources = enumerate(batch.objects["data_source"])

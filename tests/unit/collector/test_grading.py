@@ -191,6 +191,16 @@ def test_a_failed_grader_has_the_error_score_in_every_component(by):
     assert found["brief"].tolist() == [0.5, -1.0] and found[added][1] == -1.0
 
 
+@pytest.mark.parametrize(("outcomes", "told"), [([0.0, 1.0], 1), ([0.0, None], 0)])
+def test_a_function_that_is_never_asked_is_told_once(outcomes, told, caplog):
+    reward = {"custom_reward_function": {"path": "mine.py"}}
+    grading, batch = Grading(PPOConfig.model_validate({"reward": reward}), inputs_with(Graders()), {}), batch_of([2, 3])
+    batch.objects["outcome"] = outcomes
+    for _ in range(2):
+        assert [r.score for r in grading.training(batch)[0]] == [0.0, 1.0 if told else 3.0]
+    assert caplog.text.count("mine.py is not called: episodes come with the score of their environment") == told
+
+
 def _done(result):
     future = Future()
     future.set_result(result)
