@@ -22,8 +22,10 @@ from valor.data.prompts import render, token_ids
 from valor.errors import UserError, exit_code
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
+from valor.rewards.functions import takes_lists
 from valor.rewards.registry import find_grader
 from valor.rewards.worker import Sample
+from valor.user_files import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,7 +224,7 @@ def _check(argv: Sequence[str] | None) -> int:
         from valor.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(args.model, require_chat_template=True)
-    custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
+    custom = _custom(args.custom, args.custom_name) if args.custom else None
     report = check_rows(
         args.file,
         (lambda _: True) if custom else find_grader,
@@ -234,6 +236,12 @@ def _check(argv: Sequence[str] | None) -> int:
         _grade(report, executor)
     print(report)
     return report.exit_code
+
+
+def _custom(path: str, name: str) -> CustomFunction:
+    """The user's function, of samples or of batches."""
+    function = load_object(f"{path.removeprefix('pkg://')}:{name}", "--custom, --custom-name")
+    return CustomFunction(path, name, whole_batch=takes_lists(function))
 
 
 def _grade(report: Report, executor: RewardExecutor) -> None:

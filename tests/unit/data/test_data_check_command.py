@@ -58,6 +58,15 @@ def test_sound_data(check: Any, tmp_path: Path) -> None:
     assert printed.endswith("ok\n") and "problem" not in printed
 
 
+def test_a_function_of_batches_is_tried_as_one(check: Any, tmp_path: Path) -> None:
+    arguments = "data_sources, solution_strs, ground_truths, extra_infos"
+    for score, exit_code in (("0.0", 0), ("1.0", 1)):
+        file = tmp_path / f"batch{exit_code}.py"
+        file.write_text(f"def compute_score({arguments}):\n    return [{score}] * len(solution_strs)\n")
+        code, printed = check(SOUND, "--custom", file)
+        assert code == exit_code and ("for right: 30 of 30 rows" in printed) is bool(exit_code), printed
+
+
 def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
     planted = [
         row("What is six times seven? Write it after ####.", "forty-two"),  # line 31: its ground truth is no number
