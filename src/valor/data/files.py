@@ -203,12 +203,13 @@ def same_text(messages: Messages) -> str:
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
-    """Write records of any columns as parquet files; none appears under its name before all are written.
+def write_parquet(files: Mapping[Any, Sequence[Mapping[str, Any]]]) -> None:
+    """Write records of any columns as parquet files, by their paths (text or Path); none appears under its name before
+    all are written.
 
     UserError: a file would have no rows, or a column that parquet cannot hold.
     """
-    tables = {(target := path.expanduser()): _table(target, rows) for path, rows in files.items()}
+    tables = {(target := Path(path).expanduser()): _table(target, rows) for path, rows in files.items()}
     try:
         for target, table in tables.items():
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -111,6 +111,11 @@ def test_files_found_in_the_wild(shared_dir: Path) -> None:
         assert all(r.messages[-1]["role"] == "user" and r.ground_truth for r in rows)
 
 
+def test_files_are_written_under_names_of_text_too(tmp_path: Path) -> None:
+    write_parquet({f"{tmp_path}/new/a.parquet": [record()]})
+    assert [row.ground_truth for row in read_rows(tmp_path / "new" / "a.parquet")] == ["2"]
+
+
 def fails(path: str | Path | list[str], *words: str) -> None:
     with pytest.raises(UserError) as error:
         read_rows(path)
