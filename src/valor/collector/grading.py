@@ -188,7 +188,7 @@ class Grading:
         """Environments' outcomes, and graders' results for the rest; what `sink` had graded is not graded again."""
         outcomes, function = enumerate(batch.objects.get("outcome", ())), self.config.custom_reward_function.path
         results = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None}
-        if function and len(results) == len(batch) and not self._unasked:
+        if function and 0 < len(results) == len(batch) and not self._unasked:
             self._unasked = True
             logger.warning(
                 "reward.custom_reward_function.path=%s is not called: episodes come with the score of their environment"
