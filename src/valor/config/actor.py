@@ -222,13 +222,13 @@ class CriticConfig(
         yield from super().contradictions(at)
         if self.kind == "probe" and self.ensemble_size > 1:
             yield f"{at}kind=probe is one regression: leave {at}ensemble_size at 1"
+        elif self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):
+            apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
+            yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"
         if self.kind == "probe" and self.freeze and self.probe.path is None:
             yield f"{at}freeze=true with {at}kind=probe uses a fitted one: set {at}probe.path"
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             yield f"{at}prompt_template has no {{prompt}} in it: the critic would not see the question"
-        if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):
-            apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
-            yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"
 
     @property
     def learns(self) -> Literal["absolute", "residual"]:
