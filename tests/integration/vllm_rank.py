@@ -22,6 +22,9 @@ def generate(model: Path) -> None:
     config = RolloutConfig(name="vllm", dtype="float32", gpu_memory_utilization=0.05, **settings)
     context = BuildContext(config, ModelConfig(path=str(model)), [1], torch.device("cpu"), None)
     engine = GENERATION_ENGINES["vllm"].build(context)
+    # What ranks share has no name any more that would stay when they are killed.
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/valor-" in line]
+    assert shared and all(line.endswith(" (deleted)") for line in shared)
     old = AutoModelForCausalLM.from_pretrained(model).eval()
     policy = PolicyModel(old)
     engine.sync_weights(published_weights(policy, policy.state_dict().items()), version=1)

@@ -31,6 +31,7 @@ from valor.workers.host import HOST, RoleSpec, WorkerHost
 _POLL_SECONDS = 0.5
 _FEED_SECONDS = 0.05  # the same, where ranks wait for messages
 _PLACEMENT_SECONDS = 120.0
+_CLOSE_SECONDS = 10.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
 _MOST_REPLACEMENTS = 20  # of a pool's processes in a run: the cause of so many deaths will not go away
 
@@ -40,6 +41,7 @@ class _RayHost(WorkerHost):
     the items of its sink, and to bring the messages of its feed."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
+        self._failed = -1  # how many calls had failed before the last one that failed here
         self._items: dict[int, deque[Any]] = {}  # of sinks, by the number of the call
         self._messages: dict[int, deque[Any]] = {}
         gpu = own_gpu() if pool.device == "cuda" else 0
@@ -62,18 +64,27 @@ class _RayHost(WorkerHost):
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        failed: int = 0,
         stays: Sequence[str] = (),
         number: int | None = None,
         has_feed: bool = False,
     ) -> Any:
-        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
+        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own. `failed`:
+        calls whose failure the driver knew of; one that it sent ahead of a failure here would meet the other ranks in
+        the middle of the call before, and is refused."""
+        if failed == self._failed:
+            raise RuntimeError("the call before has failed")
         begin_call()
         if number is not None:
             kwargs = {**kwargs, "sink": self._items.setdefault(number, deque()).append}
         if number is not None and has_feed:
             kwargs["feed"] = partial(_drain, self._messages.setdefault(number, deque()))
         args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads stored columns
-        result = super().call(role, method, *args, **kwargs)
+        try:
+            result = super().call(role, method, *args, **kwargs)
+        except BaseException:
+            self._failed = failed
+            raise
         if not stays:
             return result
         columns = [result.tensors.pop(name, None) for name in stays]
@@ -120,7 +131,8 @@ class RayGroup(WorkerGroup):
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
-        self._unfinished: list[Any] = []  # results of the last call that ended by an error
+        self._failed = 0  # calls
+        self._unfinished: set[Any] = set()  # results of calls that go on, or that have ended by an error
         self._watchdog = None if ray.is_initialized() else start_or_join(pool, ray_init)
         try:
             check_nodes(pool)
@@ -188,6 +200,7 @@ class RayGroup(WorkerGroup):
 
     def start(self, role: str, method: str, calls: list[Arguments]) -> Callable[[], list[Any]]:
         started = self._send(role, method, calls)
+        self._unfinished |= {*started}
         return lambda: self._get(started)
 
     def _send(
@@ -195,7 +208,8 @@ class RayGroup(WorkerGroup):
     ) -> list[Any]:
         """Of each rank the reference to its result; with `stays` a list of that and of those to its columns."""
         pairs, count = zip(self._actors, calls, strict=True), 1 + len(stays)
-        return [a.call.options(num_returns=count).remote(role, method, *c, stays, *more) for a, c in pairs]
+        more = self._failed, stays, *more
+        return [a.call.options(num_returns=count).remote(role, method, *c, *more) for a, c in pairs]
 
     def _replace(self, death: WorkerDied) -> None:
         """New processes; also where one of them dies while it starts."""
@@ -227,13 +241,16 @@ class RayGroup(WorkerGroup):
         return [batch for batch, _ in results]
 
     def settled(self, seconds: float) -> bool:
-        count = len(self._unfinished)
-        return not count or not ray.wait(self._unfinished, num_returns=count, timeout=seconds, fetch_local=False)[1]
+        return _ended([*self._unfinished], seconds)
 
     def _end_processes(self) -> None:
-        actors, self._actors = self._actors, []
-        for actor in actors:
-            ray.kill(actor)
+        actors, self._actors, unfinished, self._unfinished = self._actors, [], self._unfinished, set()
+        try:
+            if _ended([*unfinished], 0.1):  # what roles have started, and shared memory, goes with them
+                _ended([actor.close.remote() for actor in actors], _CLOSE_SECONDS)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
         if self._placement is not None:
             remove_placement_group(self._placement)
 
@@ -250,10 +267,11 @@ class RayGroup(WorkerGroup):
 
         A rank's error is raised as its own type: UserError, TrainingStopped, WorkerDied where a process has died.
         """
-        self._unfinished = list(refs)
+        self._unfinished |= {*refs}
         try:
             results = self._wait(refs, number, sink, feed)
         except RayTaskError as error:
+            self._failed += 1
             if isinstance(error.cause, UserError | TrainingStopped):
                 raise error.cause from None
             self._raise_death(error)  # the other ranks complain that one does not answer
@@ -261,7 +279,7 @@ class RayGroup(WorkerGroup):
         except RayActorError as error:
             self._raise_death(error)
             raise WorkerDied(f"a worker process died ({error})") from error
-        self._unfinished = []
+        self._unfinished -= {*refs}
         return results
 
     def _wait(self, refs: list[Any], number: int | None, sink: Sink | None, feed: Feed | None) -> list[Any]:
@@ -294,6 +312,11 @@ class RayGroup(WorkerGroup):
                 ) from error
             except GetTimeoutError:
                 continue
+
+
+def _ended(refs: list[Any], seconds: float) -> bool:
+    """Whether all these calls end, well or by an error, in so many seconds."""
+    return not refs or not ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[1]
 
 
 def _drain(items: deque[Any]) -> list[Any]:

@@ -34,6 +34,7 @@ class FakeServer:
         self.replies: list[int] = []  # status of the next completions; then 200
         self.key: str | None = None
         self.breaks_off = 0  # of the next completions: they get no reply
+        self.halves = 0  # of the next completions: they get half a reply
         self.pause = 0.0
         self.longest = 1000
         self.per_token = 0.0  # seconds; a request's tokens then come one after the other
@@ -54,6 +55,9 @@ class FakeServer:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/models":
             return 200, {"data": self.models}
+        if path == "/v1/completions" and self.halves:
+            self.halves -= 1
+            return 200, b'{"choices": [{"token_ids"'
         if path == "/v1/completions":
             return self.complete(body)
         if path == "/abort_requests" and self.aborts:

@@ -160,6 +160,8 @@ def test_a_server_that_stumbles_is_asked_again_and_one_that_is_gone_stops_the_ru
     engine = started(servers, server={"timeout": 0.5})
     servers[0].replies = [503, 429, 500]
     assert len(engine.generate(requests(4))) == 4
+    servers[0].halves = 2
+    assert len(engine.generate(requests(4))) == 4
     servers[0].replies = [400]
     with pytest.raises(TrainingStopped, match=f"{servers[0].url}/completions failed: status 400: .*sorry, 400"):
         engine.generate(requests(4))

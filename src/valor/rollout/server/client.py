@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -65,7 +66,8 @@ class ServerClient(LoopThread):
                 reply = await self.http.request(method, url, content=content, timeout=timeout)
                 if reply.status_code == 200:
                     self._unreachable.discard(url)
-                    return reply.json() if reply.content.startswith((b"{", b"[")) else None
+                    with suppress(ValueError):  # half a reply, from a gateway
+                        return reply.json() if reply.content.startswith((b"{", b"[")) else None
                 refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:300]}"
             except httpx2.ReadTimeout:
                 timed_out, refusal = True, f"no answer within {limit:g} s (actor_rollout_ref.rollout.server.timeout)"
@@ -73,7 +75,7 @@ class ServerClient(LoopThread):
                 lost, refusal = True, describe(error)
             status = 0 if lost or timed_out else reply.status_code
             absent = lost or status in _UNAVAILABLE
-            passes = absent or status >= 500
+            passes = absent or status >= 500 or status == 200
             refusals += 1
             if (lost or timed_out or (passes and refusals >= _MOST_REFUSALS)) and leave():
                 logger.warning("%s is left out until it answers again: %s", url, refusal)

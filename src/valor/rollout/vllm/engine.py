@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
@@ -70,6 +71,9 @@ class VLLMEngine(RolloutEngine):
         executor = internals.executor(name[0], dist.get_rank(), device.index or 0)
         with _process_state_restored(), internals.plain_weights_remain():
             self._llm = internals.LLMEngine(args.create_engine_config(), executor, log_stats=not args.disable_log_stats)
+        dist.barrier()
+        for shared in Path("/dev/shm").glob(f"{name[0]}-*"):  # open everywhere; a killed process would leave it there
+            shared.unlink(missing_ok=True)
         settings = self._llm.vllm_config.model_config
         self._max_model_len = settings.max_model_len
         self._can_sleep = settings.enable_sleep_mode

@@ -1,0 +1,61 @@
+"""Processes of a group under Ray: what a failure on one of them means for the others, and how they end."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from valor.controller.placement import ResourcePool
+from valor.controller.ray_group import RayGroup
+from valor.workers.dispatch import Dispatch
+from valor.workers.host import RoleSpec
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+
+class Pair:
+    """Two ranks that work in step, by files: the first call fails on rank 1, and rank 0 waits for it meanwhile."""
+
+    def __init__(self, context, folder: Path) -> None:
+        self.rank, self.folder = context.rank, folder
+
+    @Dispatch("all")
+    def step(self, number: int) -> int:
+        (self.folder / f"rank {self.rank} step {number}").touch()
+        if (number, self.rank) == (1, 1):
+            raise ValueError("only here")
+        while number == 1 and not (self.folder / "rank 1 step 2").exists():
+            time.sleep(0.01)
+        return number
+
+    def close(self) -> None:
+        (self.folder / f"rank {self.rank} closed").touch()
+
+
+@pytest.fixture
+def group(tmp_path):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    group = RayGroup(ResourcePool(1, 2, "cpu", 1), {"pair": RoleSpec(Pair, {"folder": tmp_path})}, {})
+    yield group
+    group.close()
+
+
+def test_a_rank_that_failed_does_not_begin_what_was_sent_ahead(group, tmp_path):
+    """The others would take its part in the next call for that in the one they are in."""
+    first, second = (group.start("pair", "step", [((number,), {})] * 2) for number in (1, 2))
+    with pytest.raises(ValueError, match="only here"):
+        first()
+    assert not group.settled(0.5)
+    assert not (tmp_path / "rank 1 step 2").exists()
+    (tmp_path / "rank 1 step 2").touch()
+    assert group.settled(30)
+    with pytest.raises(RuntimeError, match="the call before has failed"):
+        second()
+    assert group.run("pair", "step", [((3,), {})] * 2) == [3, 3]
+
+
+def test_roles_are_closed_before_their_processes_end(group, tmp_path):
+    group.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0 closed", "rank 1 closed"]
