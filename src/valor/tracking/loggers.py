@@ -103,16 +103,14 @@ class FileLogger(Logger):
     """Appends a JSON line per step to metrics.jsonl; a non-finite value becomes null, a histogram an object."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._file = (run.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._path = run.run_dir / METRICS_FILE
+        self._path.open("a").close()  # while nothing is lost where it cannot be
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         record |= {key: {"low": h.low, "high": h.high, "counts": h.counts} for key, h in histograms.items()}
-        self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a", encoding="utf-8") as file:  # anew, for a file that was moved away is not read
+            file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
 
 
 class TensorboardLogger(Logger):

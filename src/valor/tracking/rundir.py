@@ -40,7 +40,7 @@ _REMEDIES = {
     ),
     "look at the disk, and start the same command again": "EIO ESTALE",
 }
-_locked_here: set[str] = set()  # folders; a process may take a record lock again that it has
+_locked_here: dict[str, int] = {}  # handles by folder; a process may take a record lock again that it has
 _REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
@@ -62,18 +62,30 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
-        handle = _acquire(path, say)
-        _locked_here.add(resolved)
+        _locked_here[resolved] = _acquire(path, say)
         try:
             yield
         finally:
-            _locked_here.discard(resolved)
-            path.unlink(missing_ok=True)
+            handle = _locked_here.pop(resolved)
+            if _is_at(path, handle):
+                path.unlink()
             os.close(handle)
     finally:
         if is_new:
             with suppress(OSError):  # it is not empty
                 run_dir.rmdir()
+
+
+def keep_locked(run_dir: Path, say: Callable[[str], None]) -> None:
+    """Lock the folder anew where it was removed or moved away while it was locked here. UserError: another run has
+    locked it since."""
+    resolved, path = os.path.realpath(run_dir), run_dir / LOCK_FILE
+    before = _locked_here.get(resolved)
+    if before is not None and not _is_at(path, before):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _locked_here[resolved] = _acquire(path, say)
+        os.close(before)
+        say(f"'{run_dir}' was removed or moved away: it is made anew, and the run goes on there")
 
 
 def read_yaml(path: Path) -> Any:
@@ -195,13 +207,20 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
                     "or choose another folder with trainer.default_local_dir"
                 ) from None
             say(f"the file system of '{path.parent}' has no locks: see to it that no other run uses this folder")
-        with suppress(FileNotFoundError):  # a run that has just ended may have removed this file
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                break
+        if _is_at(path, handle):  # a run that has just ended may have removed this file
+            break
         os.close(handle)
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether the open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _step_of_line(line: bytes) -> int | None:

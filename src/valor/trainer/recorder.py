@@ -22,7 +22,7 @@ from valor.tracking.console import sample_line, say, show_progress
 from valor.tracking.diagnosis import Diagnosis
 from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
-from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
+from valor.tracking.rundir import METRICS_FILE, keep_locked, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
@@ -92,6 +92,7 @@ class RunRecorder:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send one step's metrics and histograms to every logger, and what they diagnose to the console."""
         assert self._tracker is not None, "log() outside opened()"
+        keep_locked(self.run_dir, self.say)
         self._tracker.log(step, metrics)
         with self.beside("the diagnosis"):
             for finding in self._diagnosis.add(step, metrics):
@@ -147,6 +148,7 @@ class PPORecorder(RunRecorder):
                 yield
             except BaseException as reason:
                 with suppress(Exception):  # the error that ended the run matters, not one of its report
+                    keep_locked(self.run_dir, self.say)
                     write_run_info(self.run_dir, stopped=str(reason) or type(reason).__name__)
                     self.finish()
                 raise

@@ -18,7 +18,7 @@ from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
-from valor.tracking.rundir import disk_errors, locked, write_run_info
+from valor.tracking.rundir import disk_errors, keep_locked, locked, write_run_info
 from valor.trainer.changes import changes
 from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR
@@ -216,6 +216,7 @@ class Run(ABC):
     def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a complete checkpoint. `state`: of the driver; default: its present one."""
         timer, self._unsaved, self.stop.saving = Timer(), None, True
+        keep_locked(self.record.run_dir, self.record.say)
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
             folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)

@@ -1,7 +1,9 @@
 """However a run ends, what it has learnt is saved, and its last line says where and how to go on."""
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
 from valor.tracking import diagnosis
 from valor.tracking.metrics import Histogram
+from valor.tracking.rundir import LOCK_FILE
 from valor.trainer import checkpoints
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 from valor.trainer.recorder import RunRecorder
@@ -302,6 +305,39 @@ def test_a_disk_that_is_full_is_told_with_the_checkpoint_that_is_left(tmp_path, 
         code == 2 and "No space left" in line and line.endswith(f"goes on from '{tmp_path / 'run' / 'global_step_2'}'")
     )
     assert writes == ["global_step_2.partial", "global_step_4.partial"]
+
+
+def test_a_folder_that_is_moved_away_is_made_anew(tmp_path, capsys):
+    folder = tmp_path / "run"
+    run = Counting(folder, ends(4, "collect", by=lambda: folder.rename(tmp_path / "moved")), save_freq=2)
+    assert run.fit() == 0 and CheckpointStore(folder).steps() == [4, 6, 8, 10]
+    said = capsys.readouterr().out
+    assert said.count("was removed or moved away") == 1 and f"'{folder}'" in said
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [*range(4, 11)]
+    assert not (folder / LOCK_FILE).exists() and (tmp_path / "moved" / LOCK_FILE).exists()
+
+
+HOLD = (
+    "import sys\nfrom pathlib import Path\nfrom valor.tracking.rundir import locked\n"
+    "with locked(Path(sys.argv[1]), print):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+@pytest.mark.parametrize("place", ["collect", "update", "log"])
+def test_nothing_is_written_into_a_folder_that_another_run_has_begun_anew(place, tmp_path, capsys):
+    folder, pipes = tmp_path / "run", {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    others = []
+
+    def replace_folder():
+        shutil.rmtree(folder)
+        others.append(subprocess.Popen([sys.executable, "-c", HOLD, folder], **pipes))
+        others[0].stdout.readline()
+
+    code, line = last_line(Counting(folder, ends(3, place, by=replace_folder), save_freq=2), capsys)
+    kept = [path.name for path in folder.iterdir()]
+    others[0].communicate()
+    assert code == 2 and "is the folder of a run that is going on" in line and len(line.splitlines()) == 1
+    assert kept == [LOCK_FILE]
 
 
 def test_lost_weights_are_not_saved(tmp_path, capsys):
