@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -109,3 +110,15 @@ def test_mistakes(arguments, words, overrides, tmp_path, capsys):
     assert main(overrides(tmp_path / "run", "trainer.node_timeout=1", *arguments)) == 2
     [line] = [one for one in capsys.readouterr().err.splitlines() if not one.startswith("note:")]
     assert all(word in line for word in words)
+
+
+def test_a_node_that_cannot_join_is_no_success(overrides, tmp_path, capsys, monkeypatch):
+    def refused(command, stdout, **_):
+        stdout.write(b"RuntimeError: Version mismatch:\n    Python: 3.12.1\n")
+
+    monkeypatch.setattr("subprocess.run", refused)
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        at = ["trainer.master_addr=127.0.0.1", f"trainer.master_port={listens.getsockname()[1]}"]
+        assert main(overrides(tmp_path / "run", "trainer.nnodes=2", "trainer.node_rank=1", *at)) == 2
+    error = capsys.readouterr().err.strip()
+    assert "node 1 could not join Ray" in error and error.endswith("Version mismatch: Python: 3.12.1")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from tempfile import TemporaryFile
 
 from valor.config import TrainerConfig
 from valor.controller.placement import MAIN, Placement
@@ -54,7 +55,7 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
 
 
 def serve(trainer: TrainerConfig, placement: Placement) -> int:
-    """Any other node: `ray start` until node 0 is gone. Returns 0. UserError when node 0 cannot be reached."""
+    """Any other node: `ray start` until node 0 is gone. Returns 0. UserError when it cannot be joined."""
     from valor.controller.cluster import keeps_memory
 
     host, port = _address(trainer)
@@ -69,12 +70,19 @@ def serve(trainer: TrainerConfig, placement: Placement) -> int:
     os.environ.setdefault(*_NO_TOKENS)
     print(f"node {trainer.node_rank}: joins {host}:{port}, and leaves when the run ends", flush=True)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={host}:{port}", "--block"]
-    with closing(Watchdog()) as dog:
+    with closing(Watchdog()) as dog, TemporaryFile() as output:
         subprocess.run(
             [*command, f"--num-cpus={placement.cpus_per_node}", "--disable-usage-stats"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             env=os.environ | dog.mark | _LEAVES_AFTER | keeps_memory(placement.pools[MAIN].device),
+        )
+        output.seek(0)
+        told = " ".join(output.read().decode(errors="replace").split())
+    if "Ray runtime started" not in told:
+        raise UserError(
+            f"node {trainer.node_rank} could not join Ray at {host}:{port}: start it with node 0's versions of Ray and "
+            f"Python, and nothing else at that port; Ray says: {told[-400:]}"
         )
     print(f"node {trainer.node_rank}: the run at {host} has ended", flush=True)
     return 0
