@@ -12,7 +12,7 @@ import ray
 
 from valor.controller.placement import ResourcePool
 from valor.controller.watchdog import Watchdog
-from valor.errors import TrainingStopped, UserError
+from valor.errors import Interrupted, TrainingStopped, UserError
 from valor.machine import available_cores
 
 _ANSWER_SECONDS = 5.0  # in which the head of a cluster answers
@@ -34,9 +34,15 @@ def start_ray(device: str, **settings: Any) -> Watchdog:
     environment = dict(os.environ)
     os.environ |= watchdog.mark | keeps_memory(device)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+        finally:
+            with suppress(ValueError):  # not in the main thread, where nobody changes it
+                signal.signal(signal.SIGTERM, on_sigterm)
     except BaseException as error:
         watchdog.close()
+        if isinstance(error, SystemExit):  # what Ray's handler raises
+            raise Interrupted(signal.SIGTERM) from None
         if "timed out during startup" in str(error):
             raise TrainingStopped("Ray did not start in time: the machine has too much to do; run it again") from None
         raise
@@ -45,8 +51,6 @@ def start_ray(device: str, **settings: Any) -> Watchdog:
             del os.environ[name]
             if name in environment:
                 os.environ[name] = environment[name]
-        with suppress(ValueError):  # not in the main thread, where nobody changes it
-            signal.signal(signal.SIGTERM, on_sigterm)
     return watchdog
 
 

@@ -246,7 +246,7 @@ class RayGroup(WorkerGroup):
     def _end_processes(self) -> None:
         actors, self._actors, unfinished, self._unfinished = self._actors, [], self._unfinished, set()
         try:
-            if _ended([*unfinished], 0.1):  # what roles have started, and shared memory, goes with them
+            if self._nodes and _ended([*unfinished], 0.1):  # what roles have started, and shared memory, goes with them
                 _ended([actor.close.remote() for actor in actors], _CLOSE_SECONDS)
         finally:
             for actor in actors:

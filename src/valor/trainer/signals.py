@@ -44,11 +44,13 @@ class StopRequest:
                     self._previous[s] = signal.signal(s, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._ended = True
         for s in (s for s in self._previous if signal.getsignal(s) == self._on_signal):
             with suppress(ValueError):  # it ends in another thread than it began in
                 signal.signal(s, self._previous[s])
+        if type(error) is KeyboardInterrupt:  # Ray raises it in place of any exception of a signal's handler
+            self.raise_again()
 
     def raise_again(self) -> None:
         """Raise Interrupted once more, where a library or a callback from C has swallowed the first."""

@@ -6,21 +6,22 @@ import pytest
 import ray
 
 from valor.controller.cluster import start_ray
-from valor.errors import TrainingStopped
+from valor.errors import Interrupted, TrainingStopped
 
 
 @pytest.mark.parametrize(
     ("told", "kind", "words"),
     [
-        ("The current node timed out during startup.", TrainingStopped, "did not start in time"),
-        ("something else", RuntimeError, "something else"),
+        (RuntimeError("The current node timed out during startup."), TrainingStopped, "did not start in time"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+        (SystemExit(15), Interrupted, "15"),  # by Ray's handler of SIGTERM
     ],
 )
 def test_what_ray_tells(told, kind, words, monkeypatch):
     environment = dict(os.environ)
 
     def init(**settings):
-        raise RuntimeError(told)
+        raise told
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(kind, match=words):

@@ -107,6 +107,13 @@ def twice():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def twice_under_ray():
+    try:
+        twice()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # Ray's own, whatever the signal's handler has raised
+
+
 def last_line(run: Run, capsys) -> tuple[int, str]:
     code = exit_code(run.fit)
     return code, capsys.readouterr().err.strip()
@@ -121,6 +128,7 @@ CAUSES = {
     "a server that has gone": TrainingStopped("the rollout server at http://x failed"),
     "a rollout process that died": WorkerDied("the process of rank 0 died"),
     "two signals": twice,
+    "two signals while Ray is waited for": twice_under_ray,
 }
 
 
