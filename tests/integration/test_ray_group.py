@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError
 
 from valor.controller.placement import ResourcePool
 from valor.controller.ray_group import RayGroup
+from valor.errors import WorkerDied
 from valor.workers.dispatch import Dispatch
 from valor.workers.host import RoleSpec
 
@@ -59,3 +61,15 @@ def test_a_rank_that_failed_does_not_begin_what_was_sent_ahead(group, tmp_path):
 def test_roles_are_closed_before_their_processes_end(group, tmp_path):
     group.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0 closed", "rank 1 closed"]
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("killed\nby the memory monitor"), NodeDiedError("gone")])
+def test_whatever_ray_calls_a_death_is_one(error, group, monkeypatch):
+    def died(*_):
+        raise error
+
+    monkeypatch.setattr(group, "_wait", died)
+    with pytest.raises(WorkerDied, match="memory left.*: start the same command again") as raised:
+        group.run("pair", "step", [((2,), {})] * 2)
+    assert len(str(raised.value).splitlines()) == 1
+    assert ("Ray killed it" in str(raised.value)) == isinstance(error, OutOfMemoryError)

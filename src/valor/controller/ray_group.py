@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,6 +33,7 @@ _FEED_SECONDS = 0.05  # the same, where ranks wait for messages
 _PLACEMENT_SECONDS = 120.0
 _CLOSE_SECONDS = 10.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
+_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError)
 _MOST_REPLACEMENTS = 20  # of a pool's processes in a run: the cause of so many deaths will not go away
 
 
@@ -276,9 +277,9 @@ class RayGroup(WorkerGroup):
                 raise error.cause from None
             self._raise_death(error)  # the other ranks complain that one does not answer
             raise error from None
-        except RayActorError as error:
+        except _DEATHS as error:
             self._raise_death(error)
-            raise WorkerDied(f"a worker process died ({error})") from error
+            raise WorkerDied(f"a worker process died ({_cause(error)})") from error
         self._unfinished -= {*refs}
         return results
 
@@ -305,13 +306,17 @@ class RayGroup(WorkerGroup):
         for rank, probe in enumerate(probes):
             try:
                 ray.get(probe, timeout=_DEATH_SECONDS)
-            except RayActorError:
-                node = self._nodes[rank] if rank < len(self._nodes) else "its node"
-                raise WorkerDied(
-                    f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
-                ) from error
+            except _DEATHS as death:
+                node = f" on node {self._nodes[rank]}" if rank < len(self._nodes) else ""
+                raise WorkerDied(f"the process of rank {rank}{node} died ({_cause(death)})") from error
             except GetTimeoutError:
                 continue
+
+
+def _cause(death: Exception) -> str:
+    if isinstance(death, OutOfMemoryError):
+        return "Ray killed it when its node had nearly no memory left"
+    return "the node itself, a kill, or no memory left"
 
 
 def _ended(refs: list[Any], seconds: float) -> bool:
