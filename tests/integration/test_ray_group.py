@@ -3,11 +3,13 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError
 
+from valor.controller.cluster import cluster_is_gone
 from valor.controller.placement import ResourcePool
 from valor.controller.ray_group import RayGroup
 from valor.errors import WorkerDied
@@ -69,7 +71,20 @@ def test_whatever_ray_calls_a_death_is_one(error, group, monkeypatch):
         raise error
 
     monkeypatch.setattr(group, "_wait", died)
-    with pytest.raises(WorkerDied, match="memory left.*: start the same command again") as raised:
+    with pytest.raises(WorkerDied, match=r"memory left.*: start the same command again") as raised:
         group.run("pair", "step", [((2,), {})] * 2)
     assert len(str(raised.value).splitlines()) == 1
     assert ("Ray killed it" in str(raised.value)) == isinstance(error, OutOfMemoryError)
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(group, monkeypatch):
+    """Ray would try for a minute to reach it, and then end the process before its line is said."""
+    assert not cluster_is_gone()
+    actors = [*group._actors]
+    with monkeypatch.context() as gone:
+        gone.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+        gone.setattr(ray, "kill", pytest.fail)
+        assert cluster_is_gone()
+        group.close()
+    for actor in actors:
+        ray.kill(actor)

@@ -100,6 +100,18 @@ def _require_cluster(address: str | None) -> None:
         ) from None
 
 
+def cluster_is_gone() -> bool:
+    """Whether the cluster's head listens no more: Ray would wait for it for a minute, and then end this process."""
+    if ray.util.client.ray.is_connected():  # its head is another machine's, and not to be reached from here
+        return False
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError:
+        return True
+    return False
+
+
 def bundle(pool: ResourcePool) -> dict[str, float]:
     """A node's share of the pool, reserved as a whole, so that no node gets another's processes."""
     each = pool.processes_per_node

@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from valor.controller.cluster import bundle, check_nodes, start_or_join
+from valor.controller.cluster import bundle, check_nodes, cluster_is_gone, start_or_join
 from valor.controller.group import Arguments, Feed, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool
 from valor.data.batch import Batch
@@ -246,6 +246,8 @@ class RayGroup(WorkerGroup):
 
     def _end_processes(self) -> None:
         actors, self._actors, unfinished, self._unfinished = self._actors, [], self._unfinished, set()
+        if cluster_is_gone():
+            return
         try:
             if self._nodes and _ended([*unfinished], 0.1):  # what roles have started, and shared memory, goes with them
                 _ended([actor.close.remote() for actor in actors], _CLOSE_SECONDS)
@@ -258,7 +260,8 @@ class RayGroup(WorkerGroup):
     def close(self) -> None:
         self._end_processes()
         if self._watchdog is not None:
-            ray.shutdown()
+            if not cluster_is_gone():
+                ray.shutdown()
             self._watchdog.close()
 
     def _get(

@@ -115,7 +115,9 @@ class Pretended:
 
     def build(self, specs: dict) -> None: ...
 
-    def call(self, role: str, method: str, args: tuple, kwargs: dict, number: int | None = None, fed: bool = False):
+    def close(self) -> None: ...
+
+    def call(self, role: str, method: str, args: tuple, kwargs: dict, *_):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return visible, own_gpu(), ray.get_gpu_ids(), ray.get_runtime_context().get_node_id()
 
