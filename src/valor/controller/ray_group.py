@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,9 +70,11 @@ class _RayHost(WorkerHost):
         number: int | None = None,
         has_feed: bool = False,
     ) -> Any:
-        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own. `failed`:
-        calls whose failure the driver knew of; one that it sent ahead of a failure here would meet the other ranks in
-        the middle of the call before, and is refused."""
+        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own.
+
+        `failed`: calls that the driver knew to have failed. One that it sent before it knew of the last one here would
+        meet the other ranks in the middle of that one.
+        """
         if failed == self._failed:
             raise RuntimeError("the call before has failed")
         begin_call()
@@ -81,11 +83,9 @@ class _RayHost(WorkerHost):
         if number is not None and has_feed:
             kwargs["feed"] = partial(_drain, self._messages.setdefault(number, deque()))
         args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads stored columns
-        try:
-            result = super().call(role, method, *args, **kwargs)
-        except BaseException:
-            self._failed = failed
-            raise
+        before, self._failed = self._failed, failed
+        result = super().call(role, method, *args, **kwargs)
+        self._failed = before
         if not stays:
             return result
         columns = [result.tensors.pop(name, None) for name in stays]
@@ -201,7 +201,7 @@ class RayGroup(WorkerGroup):
 
     def start(self, role: str, method: str, calls: list[Arguments]) -> Callable[[], list[Any]]:
         started = self._send(role, method, calls)
-        self._unfinished |= {*started}
+        self._unfinished.update(started)
         return lambda: self._get(started)
 
     def _send(
@@ -242,14 +242,14 @@ class RayGroup(WorkerGroup):
         return [batch for batch, _ in results]
 
     def settled(self, seconds: float) -> bool:
-        return _ended([*self._unfinished], seconds)
+        return _ended(self._unfinished, seconds)
 
     def _end_processes(self) -> None:
         actors, self._actors, unfinished, self._unfinished = self._actors, [], self._unfinished, set()
         if cluster_is_gone():
             return
         try:
-            if self._nodes and _ended([*unfinished], 0.1):  # what roles have started, and shared memory, goes with them
+            if self._nodes and _ended(unfinished, 0.1):  # what roles have started, and shared memory, goes with them
                 _ended([actor.close.remote() for actor in actors], _CLOSE_SECONDS)
         finally:
             for actor in actors:
@@ -271,7 +271,7 @@ class RayGroup(WorkerGroup):
 
         A rank's error is raised as its own type: UserError, TrainingStopped, WorkerDied where a process has died.
         """
-        self._unfinished |= {*refs}
+        self._unfinished.update(refs)
         try:
             results = self._wait(refs, number, sink, feed)
         except RayTaskError as error:
@@ -282,8 +282,8 @@ class RayGroup(WorkerGroup):
             raise error from None
         except _DEATHS as error:
             self._raise_death(error)
-            raise WorkerDied(f"a worker process died ({_cause(error)})") from error
-        self._unfinished -= {*refs}
+            raise WorkerDied(f"a worker process died ({_cause_of(error)})") from error
+        self._unfinished.difference_update(refs)
         return results
 
     def _wait(self, refs: list[Any], number: int | None, sink: Sink | None, feed: Feed | None) -> list[Any]:
@@ -311,20 +311,19 @@ class RayGroup(WorkerGroup):
                 ray.get(probe, timeout=_DEATH_SECONDS)
             except _DEATHS as death:
                 node = f" on node {self._nodes[rank]}" if rank < len(self._nodes) else ""
-                raise WorkerDied(f"the process of rank {rank}{node} died ({_cause(death)})") from error
+                raise WorkerDied(f"the process of rank {rank}{node} died ({_cause_of(death)})") from error
             except GetTimeoutError:
                 continue
 
 
-def _cause(death: Exception) -> str:
-    if isinstance(death, OutOfMemoryError):
-        return "Ray killed it when its node had nearly no memory left"
-    return "the node itself, a kill, or no memory left"
+def _cause_of(death: Exception) -> str:
+    by_ray = isinstance(death, OutOfMemoryError)
+    return "Ray did it, as its node's memory was full" if by_ray else "the node itself, a kill, or no memory left"
 
 
-def _ended(refs: list[Any], seconds: float) -> bool:
+def _ended(refs: Collection[Any], seconds: float) -> bool:
     """Whether all these calls end, well or by an error, in so many seconds."""
-    return not refs or not ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[1]
+    return not refs or not ray.wait([*refs], num_returns=len(refs), timeout=seconds, fetch_local=False)[1]
 
 
 def _drain(items: deque[Any]) -> list[Any]:
