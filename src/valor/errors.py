@@ -29,7 +29,7 @@ class WorkerDied(TrainingStopped):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        advice = "start the same command again to go on from the last checkpoint, on as many nodes as are left"
+        advice = "start the same command again, on as many nodes as are left"
         super().__init__(f"{what}: {advice}")
 
 

@@ -105,11 +105,16 @@ def cluster_is_gone() -> bool:
     if ray.util.client.ray.is_connected():  # its head is another machine's, and not to be reached from here
         return False
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return not answers(host.strip("[]"), int(port))
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+        socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except OSError:
-        return True
-    return False
+        return False
+    return True
 
 
 def bundle(pool: ResourcePool) -> dict[str, float]:

@@ -56,11 +56,11 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
 
 def serve(trainer: TrainerConfig, placement: Placement) -> int:
     """Any other node: `ray start` until node 0 is gone. Returns 0. UserError when it cannot be joined."""
-    from valor.controller.cluster import keeps_memory
+    from valor.controller.cluster import answers, keeps_memory
 
     host, port = _address(trainer)
     deadline = time.monotonic() + trainer.node_timeout
-    while not _reachable(host, port):
+    while not answers(host, port):
         if time.monotonic() > deadline:
             raise UserError(
                 f"nothing answers at trainer.master_addr={host}, port {port}: start node 0, or correct the address "
@@ -92,11 +92,3 @@ def _address(trainer: TrainerConfig) -> tuple[str, int]:
     """Where Ray's head listens: node 0."""
     assert trainer.master_addr is not None
     return trainer.master_addr, trainer.master_port or _DEFAULT_PORT
-
-
-def _reachable(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=5.0).close()
-    except OSError:
-        return False
-    return True
