@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.util.client import ray as client
 
 from valor.controller.placement import ResourcePool
 from valor.controller.watchdog import Watchdog
@@ -102,7 +103,7 @@ def _require_cluster(address: str | None) -> None:
 
 def cluster_is_gone() -> bool:
     """Whether the cluster's head listens no more: Ray would wait for it for a minute, and then end this process."""
-    if ray.util.client.ray.is_connected():  # its head is another machine's, and not to be reached from here
+    if client.is_connected():  # its head is another machine's, and not to be reached from here
         return False
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return not answers(host.strip("[]"), int(port))
