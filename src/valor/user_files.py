@@ -118,6 +118,13 @@ def _without_random_names(content: bytes) -> bytes:
     return content
 
 
+def _weights(content: bytes) -> Any:
+    """Weights of a model that a function holds."""
+    import torch
+
+    return torch.load(BytesIO(content), weights_only=False)
+
+
 def _contents(modules: set[str]) -> bytes:
     """A digest of the files of those that are the user's own; none if no module is."""
     own = [name for name in sorted(modules) if name.partition(".")[0] not in {*sys.stdlib_module_names, "valor"}]
@@ -137,9 +144,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ == "TypedStorage":  # of a model's weights, into which torch's own way writes an address
-            torch = sys.modules["torch"]
-            torch.save(obj, weights := BytesIO())
-            return torch.storage._load_from_bytes, (weights.getvalue(),)
+            sys.modules["torch"].save(obj, content := BytesIO())
+            return _weights, (content.getvalue(),)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and isinstance(obj, type | FunctionType | ModuleType):
             self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else obj.__module__)

@@ -44,7 +44,7 @@ class Grading:
         self.model = ModelGrading(config, inputs, roles)
         self._episode_length, self._may_be_ungraded = config.episode_length, config.distillation.alone
         self._early: dict[EpisodeKey, tuple[Sample, Future[RewardResult]]] = {}
-        self._unasked = False  # whether it was told that no grader is
+        self._has_warned = False  # that the user's own function is not called
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
         """For episodes that answer `prompts`: gives each to its grader at once. None where graders have to wait."""
@@ -188,8 +188,8 @@ class Grading:
         """Environments' outcomes, and graders' results for the rest; what `sink` had graded is not graded again."""
         outcomes, function = enumerate(batch.objects.get("outcome", ())), self.config.custom_reward_function.path
         results = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None}
-        if function and 0 < len(results) == len(batch) and not self._unasked:
-            self._unasked = True
+        if function and 0 < len(results) == len(batch) and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "reward.custom_reward_function.path=%s is not called: episodes come with the score of their environment"
                 " or program; where that is None (an Env with grades = False), the function gives it",

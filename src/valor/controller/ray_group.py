@@ -42,7 +42,7 @@ class _RayHost(WorkerHost):
     the items of its sink, and to bring the messages of its feed."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
-        self._failed = -1  # how many calls had failed before the last one that failed here
+        self._failed = -1  # `failed` of the last call that failed on this rank
         self._items: dict[int, deque[Any]] = {}  # of sinks, by the number of the call
         self._messages: dict[int, deque[Any]] = {}
         gpu = own_gpu() if pool.device == "cuda" else 0
@@ -72,8 +72,8 @@ class _RayHost(WorkerHost):
     ) -> Any:
         """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own.
 
-        `failed`: calls that the driver knew to have failed. One that it sent before it knew of the last one here would
-        meet the other ranks in the middle of that one.
+        `failed`: how many calls had failed, as far as the driver knew when it sent this one. A call that it sent before
+        it knew of a failure of this rank is refused: the other ranks may still wait in the call that failed.
         """
         if failed == self._failed:
             raise RuntimeError("the call before has failed")
@@ -132,7 +132,7 @@ class RayGroup(WorkerGroup):
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
-        self._failed = 0  # calls
+        self._failed = 0  # how many calls have failed
         self._unfinished: set[Any] = set()  # results of calls that go on, or that have ended by an error
         self._watchdog = None if ray.is_initialized() else start_or_join(pool, ray_init)
         try:

@@ -15,7 +15,7 @@ _QUIET_FOR = 20  # steps in which a finding is not repeated
 _SCORE = "critic/score/mean"
 _ACTOR = "actor_rollout_ref.actor"
 _RATE = f"{_ACTOR}.optim.lr"
-# Whole sequences or turns, in a range so narrow that many always are; weights of tokens that teach all the same.
+# Two clip whole sequences or turns, in a range so narrow that many always are; CISPO's clipped tokens are trained on.
 _CLIPS_MUCH = ("gspo", "turn_ppo", "cispo")
 Verdict = tuple[str, str]  # what is wrong, with its number; what to do
 

@@ -104,12 +104,12 @@ class FileLogger(Logger):
 
     def __init__(self, run: RunInfo) -> None:
         self._path = run.run_dir / METRICS_FILE
-        self._path.open("a").close()  # while nothing is lost where it cannot be
+        self._path.open("a").close()  # where nothing can be written, that is an error before the first step
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         record |= {key: {"low": h.low, "high": h.high, "counts": h.counts} for key, h in histograms.items()}
-        with self._path.open("a", encoding="utf-8") as file:  # anew, for a file that was moved away is not read
+        with self._path.open("a", encoding="utf-8") as file:  # for each line: the folder may have been moved away
             file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
 
 
