@@ -1,6 +1,7 @@
 """Samplers beside the shuffled epoch: by the difficulty that rows have had lately, and of a class of the user's own."""
 
 import json
+import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,14 +120,16 @@ class DifficultySampler(PromptSampler):
 class ClassSampler(PromptSampler):
     """Batches of the numbers that an object of `data.sampler.class_name` yields, made and updated as in verl.
 
-    It is iterated anew each epoch; numbers at the end of one that fill no batch are left out. UserError: the class
-    fails, yields what is no row, or learns and could not be resumed.
+    It is iterated anew each epoch; numbers at the end of one that fill no batch are left out. What it draws from the
+    global generators of Python, NumPy and torch depends on `data.seed` and the epoch alone. UserError: the class fails,
+    yields what is no row, or learns and could not be resumed.
     """
 
     def __init__(self, data: DataConfig, rows: PromptDataset, batch_size: int) -> None:
         super().__init__(len(rows), batch_size, seed=data.seed)
         self._name = f"{str(data.sampler.class_path).removeprefix('pkg://')}:{data.sampler.class_name}"
         cls = load_object(self._name, _KEY)
+        self._generators = _seeded(data.seed)
         self._object = self._call("the class", partial(cls, data_source=rows, data_config=data))
         self._learns = hasattr(self._object, "update")
         self._has_state = all(hasattr(self._object, name) for name in ("state_dict", "load_state_dict"))
@@ -141,7 +144,7 @@ class ClassSampler(PromptSampler):
 
     def next_batch(self) -> list[int]:
         for _ in range(2):
-            numbers = self._numbers = self._numbers or self._call("iter", iter, self._object)
+            numbers = self._numbers = self._numbers or self._begun()
             batch = [self._checked(number) for number in self._call("iter", list, islice(numbers, self.batch_size))]
             if len(batch) == self.batch_size:
                 self.position += self.batch_size
@@ -170,10 +173,10 @@ class ClassSampler(PromptSampler):
             self._call("load_state_dict()", self._object.load_state_dict, state["own"])
             self._numbers = None
         elif (self.epoch, self.position) != (state["epoch"], state["position"]):
-            for _ in range(state["epoch"]):
-                deque(self._object, 0)
-            self._numbers = iter(self._object)
-            deque(islice(self._numbers, state["position"]), 0)
+            for self.epoch in range(state["epoch"] + 1):
+                self._numbers = self._begun()
+                left = state["position"] if self.epoch == state["epoch"] else None
+                self._call("iter", deque, islice(self._numbers, left), 0)
         super().load_state_dict(state)
 
     def _checked(self, number: Any) -> int:
@@ -185,14 +188,43 @@ class ClassSampler(PromptSampler):
             raise self._error(f"yields {number!r}, and rows are 0 to {self.num_rows - 1}")
         return row
 
+    def _begun(self) -> Iterator[int]:
+        """The numbers of this epoch."""
+        self._generators = _seeded(self.seed, self.epoch)
+        return self._call("iter", iter, self._object)
+
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        others = _generators()
         try:
+            _set_generators(self._generators)
             return function(*arguments)
         except Exception as error:
             raise self._error(f"fails in {name} ({type(error).__name__}: {error})") from error
+        finally:
+            self._generators = _generators()
+            _set_generators(others)
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{_KEY}: {self._name} {problem}")
+
+
+def _generators() -> tuple[Any, Any, torch.Tensor]:
+    """The states of the global generators of Python, NumPy and torch."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
+    python, numpy, of_torch = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(of_torch)
+
+
+def _seeded(*key: int) -> tuple[Any, Any, torch.Tensor]:
+    """Such states that depend on `key` alone."""
+    seed = int(words(1, *key)[0])
+    numpy = np.random.RandomState(seed % 2**32).get_state()
+    return random.Random(seed).getstate(), numpy, torch.Generator().manual_seed(seed >> 1).get_state()
 
 
 class Outcomes(Batch):

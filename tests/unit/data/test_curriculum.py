@@ -94,6 +94,10 @@ def test_difficulty_resumes_exactly() -> None:
 
 
 OWN = """
+import random
+import numpy as np
+import torch
+
 class Backwards:  # a function of the epoch alone
     def __init__(self, data_source, data_config):
         self.rows, self.epochs, self.seed = data_source, 0, data_config.seed
@@ -148,6 +152,11 @@ class Thrice(Backwards):  # verl's dataloader has as many rows as its sampler sa
 class Silent:
     def __init__(self, data_source, data_config):
         pass
+
+class Lucky(Backwards):  # draws from global generators, in the middle of an epoch too
+    def __iter__(self):
+        for row in torch.randperm(len(self.rows)).tolist():
+            yield (row + random.randrange(len(self.rows)) + int(np.random.randint(len(self.rows)))) % len(self.rows)
 """
 
 
@@ -155,8 +164,9 @@ class Silent:
 def own(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
 
-    def make(name: str, rows: int = 7, size: int = 2) -> ClassSampler:
+    def make(name: str, rows: int = 7, size: int = 2, seed: int = 1) -> ClassSampler:
         settings = [f"data.sampler.class_path={tmp_path}/own.py", f"data.sampler.class_name={name}"]
+        settings.append(f"data.seed={seed}")
         return ClassSampler(load(settings).config.data, [SimpleNamespace()] * rows, size)
 
     return make
@@ -172,6 +182,22 @@ def test_a_class_in_verls_shape(own) -> None:
     assert (
         [again.next_batch() for _ in range(3)] == [sampler.next_batch() for _ in range(3)] == [[6, 5], [4, 3], [6, 5]]
     )
+
+
+def test_what_a_class_draws_from_global_generators_depends_on_seed_and_epoch_alone(own) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    sampler = own("Lucky")
+    drawn = [sampler.next_batch() for _ in range(8)]
+    assert torch.equal(torch.rand(2), expected), "the session's own draws are left as they were"
+    other = own("Lucky", seed=2)
+    assert drawn[:3] != drawn[3:6] and drawn[:3] != [other.next_batch() for _ in range(3)]
+    for steps in (0, 2, 3, 4):
+        first, again = own("Lucky"), own("Lucky")
+        assert [first.next_batch() for _ in range(steps)] == drawn[:steps]
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [again.next_batch() for _ in range(8 - steps)] == drawn[steps:]
 
 
 def test_an_epoch_is_as_long_as_the_class_says(own) -> None:
