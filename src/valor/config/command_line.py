@@ -155,7 +155,17 @@ def overrides(root: type[BaseModel], settings: Mapping[str, Any]) -> list[str]:
     A name is a key with `.` or `__` between its parts, or the end of one key alone: `train_batch_size`, `rollout.n`.
     A dict under the name of a section sets keys of it. UserError: a name that several keys end with.
     """
-    return [f"{key}={written(_plain(value, key))}" for key, value in _keys(root, settings)]
+    return [f"{key}={_as_text(root, key, value)}" for key, value in _keys(root, settings)]
+
+
+def _as_text(root: type[BaseModel], key: str, value: Any) -> str:
+    try:
+        return written(_plain(value, key))
+    except UserError:
+        spelling = find_spelling(root, key, None)
+        if spelling is None or not spelling[0].answered:
+            raise
+        return type(value).__name__  # under TRL's `tools`, say, whose line says what to set, whatever it is
 
 
 def written(value: Any) -> str:

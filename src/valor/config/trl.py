@@ -82,6 +82,7 @@ vllm_importance_sampling_(correction mode cap clip_max) ? set algorithm.rollout_
     and rollout_is_threshold
 tools ? mark them with @function_tool; set rollout.multi_turn.enable=true and rollout.multi_turn.function_tool_path
 environment_factory ? set rollout.agent.environment to its file and class
+rollout_func ? set actor_rollout_ref.rollout.agent.gateway.function, or rollout.agent.agent_loop_config_path for a loop
 max_tool_calling_iterations ? set actor_rollout_ref.rollout.multi_turn.max_assistant_turns to one more
 reward_weights ? your grader returns one score: weigh its parts there
 (min_p repetition_penalty generation_kwargs) ? tokens are drawn by temperature, top_k and top_p

@@ -54,6 +54,28 @@ def test_a_word_of_trls_is_no_part_of_a_section_that_is_off():
     assert overrides(SFTConfig, {"dtype": "float32"}) == ["fsdp_config.dtype=float32"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("tools", [len], "tools='list': mark them with @function_tool; set rollout.multi_turn.enable=true"),
+        (
+            "environment_factory",
+            dict,
+            "environment_factory='type': set rollout.agent.environment to its file and class",
+        ),
+        (
+            "rollout_func",
+            len,
+            "rollout_func='builtin_function_or_method': set actor_rollout_ref.rollout.agent.gateway.function",
+        ),
+    ],
+)
+def test_functions_and_classes_under_trls_names_are_told_where_they_go(name, value, line):
+    with pytest.raises(UserError) as error:
+        load(overrides(PPOConfig, {name: value}))
+    assert str(error.value).startswith(line)
+
+
 def test_values_of_numpy_torch_and_enumerations_are_what_they_hold():
     class Kind(enum.Enum):
         COSINE = "cosine"
@@ -79,8 +101,8 @@ def test_what_no_key_ends_with_is_for_the_loader_to_tell():
 def test_what_no_command_line_could_say():
     with pytest.raises(UserError, match=r"gamma: a setting is a number, a text, a list or a dict, got set$"):
         overrides(PPOConfig, {"gamma": {1}})
-    with pytest.raises(UserError, match=r"^tools: .*, got function: .* give its name as file\.py:multiply$"):
+    with pytest.raises(UserError, match=r"environment: .*, got function: .* give its name as file\.py:multiply$"):
 
         def multiply(a): ...
 
-        overrides(PPOConfig, {"tools": [multiply]})
+        overrides(PPOConfig, {"environment": multiply})
