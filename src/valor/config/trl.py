@@ -53,8 +53,15 @@ beta [0] -> {A}.use_kl_loss=false
 mask_truncated_completions [true] -> algorithm.truncated_responses=exclude
 mask_truncated_completions [false] -> algorithm.truncated_responses=end
 use_vllm [false] -> {R}.name=native
-(fp16 push_to_hub sync_ref_model use_adaptive_entropy use_bias_correction_kl) [false] :
+use_liger_kernel -> {M}.use_liger model.use_liger
+center_rewards_coefficient -> loss.center_coef
+(fp16 push_to_hub sync_ref_model use_adaptive_entropy use_bias_correction_kl whiten_rewards
+    load_best_model_at_end) [false] :
     it is off
+(top_entropy_quantile num_labels) [1] : it is so
+disable_dropout [true] : models are trained without
+stop_token [eos] : responses end at the model's end tokens
+local_rollout_forward_batch_size : passes are shared out by tokens
 (packing padding_free packing_strategy pad_to_multiple_of eval_packing) : texts are packed without padding
 (completion_only_loss assistant_only_loss) [true] : the loss is of answers alone
 (log_completions logging_steps logging_strategy) : every step is logged, samples too
@@ -87,6 +94,21 @@ max_tool_calling_iterations ? set actor_rollout_ref.rollout.multi_turn.max_assis
 reward_weights ? your grader returns one score: weigh its parts there
 (min_p repetition_penalty generation_kwargs) ? tokens are drawn by temperature, top_k and top_p
 use_vllm ? set actor_rollout_ref.rollout.name=vllm
+total_episodes ? set trainer.total_training_steps or trainer.total_epochs
+missing_eos_penalty ? set algorithm.truncated_responses, or the overlong_buffer_cfg of reward.reward_manager.name=dapo
+(stop_token stop_token_id) ? responses end at the model's end tokens: leave it out
+whiten_rewards ? set algorithm.adv_whitening, which is of advantages
+(disable_dropout neftune_noise_alpha) ? nothing random is put into a pass: leave it out
+(sync_ref_model ref_model_mixup_alpha ref_model_sync_steps) ? the reference stays as it was loaded: leave it out
+(dataset_text_field formatting_func dataset_kwargs.*) ? rows have messages, or prompt and response: write them so
+data_collator ? batches are made from the rows: leave it out
+optimizers ? set optim.optimizer and optim.lr (PPO: below actor_rollout_ref.actor and critic)
+compute_metrics ? what graders return beside the score is logged, and trainer.logger takes a class of your own
+model_init_kwargs.* ? set model.override_config and fsdp_config.dtype (PPO: below actor_rollout_ref)
+generation_kwargs.* ? tokens are drawn by temperature, top_k and top_p
+(deepspeed fsdp ddp_timeout) ? models are sharded over trainer.n_gpus_per_node: see {A}.fsdp_config, or fsdp_config
+logging_dir ? set trainer.default_local_dir
+(load_best_model_at_end metric_for_best_model) ? set trainer.keep_best=true
 attn_implementation ? set model.override_config={{attn_implementation:…}} (PPO: below actor_rollout_ref)
 (use_peft peft_config) ? set {M}.lora_rank (PPO), model.lora_rank (SFT) or lora_rank=16
 dataset_name ? make files first (valor data prepare), then set data.train_files

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from valor.config import PPOConfig, SFTConfig, load
+from valor.config import PPOConfig, RMConfig, SFTConfig, load
 from valor.config.tree import exists, get_at, is_section
 from valor.config.trl import TABLE
 from valor.config.verl import SPELLINGS
@@ -16,7 +16,7 @@ ANSWERED = sorted({rule.pattern for rule in ROWS if rule.answered})
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
-@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, RMConfig])
 @pytest.mark.parametrize("word", READ)
 def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
     texts = ("output_dir", "run_name", "lora_target_modules", "chat_template_path", "vllm_server_base_url")
@@ -25,13 +25,15 @@ def test_each_word_is_read_as_a_key_or_unknown_to_the_command(word, root):
     )
     targets = [rule.target for rule in ROWS if rule.pattern == word and rule.target and rule.value is None]
     assert any(
-        exists(root, target) and not is_section(root, target) for root in (PPOConfig, SFTConfig) for target in targets
+        exists(root, target) and not is_section(root, target)
+        for root in (PPOConfig, SFTConfig, RMConfig)
+        for target in targets
     )
     if not any(exists(root, target) for target in targets):
         with pytest.raises(UserError, match=f"unknown key '{word}'|^{word}="):
             load([f"{word}={value}"], root)
         return
-    switches = ("gradient_checkpointing", "scale_rewards", "shuffle_dataset", "trust_remote_code")
+    switches = ("gradient_checkpointing", "scale_rewards", "shuffle_dataset", "trust_remote_code", "use_liger_kernel")
     value = "true" if word in switches else value
     loaded = load([f"{word}={value}"], root)
     (key,) = [target for target in targets if exists(root, target)]

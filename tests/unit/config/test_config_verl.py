@@ -2,7 +2,7 @@
 
 import pytest
 
-from valor.config import PPOConfig, SFTConfig, load
+from valor.config import PPOConfig, RMConfig, SFTConfig, load
 from valor.config.distillation import TeacherConfig
 from valor.config.tree import exists, get_at
 from valor.config.verl import SPELLINGS, find_spelling
@@ -233,7 +233,7 @@ def test_every_rule_is_about_something_that_is_not_a_key():
 def test_every_plain_target_exists():
     for one in SPELLINGS:
         if one.target is not None and "*" not in one.target:
-            assert any(exists(root, one.target) for root in (PPOConfig, SFTConfig)), one.target
+            assert any(exists(root, one.target) for root in (PPOConfig, SFTConfig, RMConfig)), one.target
 
 
 VERL = """
