@@ -127,10 +127,11 @@ def _weights(content: bytes) -> Any:
 
 def _contents(modules: set[str]) -> bytes:
     """A digest of the files of those that are the user's own; none if no module is."""
-    own = [name for name in sorted(modules) if name.partition(".")[0] not in {*sys.stdlib_module_names, "valor"}]
-    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in own if name != "__main__"]
-    own_files = [file for file in files if file.is_file() and "-packages" not in str(file)]
-    return b"".join(hashlib.sha256(file.read_bytes()).digest() for file in own_files)
+    libraries = {*sys.stdlib_module_names, "valor", "__main__"}
+    names = sorted(name for name in modules if name.partition(".")[0] not in libraries)
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in names]
+    files = [file for file in files if file.is_file() and "-packages" not in str(file)]
+    return b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -62,7 +62,9 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
             raise TypeError("*args, **kwargs and arguments before a / cannot be described, name each argument")
         schema = get_json_schema(function)
         if any(map(_has_enum, get_type_hints(function).values())) and "'enum'" not in str(schema):
-            raise TypeError(f"transformers {transformers.__version__} knows no Enum: take typing.Literal, or 5.23")
+            raise TypeError(
+                f"transformers {transformers.__version__} knows no Enum: take typing.Literal, or version 5.23"
+            )
     except DocstringParsingException as error:
         written = (
             "write a Google docstring: what it does, then 'Args:' and a line 'name: description' for each argument"

@@ -215,11 +215,11 @@ def _check_answered(rows: Iterable[PromptRow]) -> None:
     """UserError: a row names an agent, or its prompt tells the policy to search, and no agent would answer."""
     if named := next((row for row in rows if row.extra_info.get("agent_name") not in (None, SINGLE_TURN)), None):
         name, agent = named.extra_info["agent_name"], "actor_rollout_ref.rollout.agent"
-        own = f"{agent}.default_agent_loop={name}" if name in LOOPS else f"{agent}.agent_loop_config_path"
+        loop_key = f"{agent}.default_agent_loop={name}" if name in LOOPS else f"{agent}.agent_loop_config_path"
         keys = {"tool_agent": "actor_rollout_ref.rollout.multi_turn.enable=true", "search_agent": "do_search=true"}
         raise UserError(
             f"data row {named.index} has agent_name '{name}', and by its keys this run has answers of one turn: set "
-            f"{keys.get(name, own)}, or leave the column out"
+            f"{keys.get(name, loop_key)}, or leave the column out"
         )
     searching = next((row for row in rows if any("<search>" in str(m["content"]) for m in row.messages)), None)
     if searching is not None:

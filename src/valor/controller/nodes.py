@@ -78,11 +78,11 @@ def serve(trainer: TrainerConfig, placement: Placement) -> int:
             env=os.environ | dog.mark | _LEAVES_AFTER | keeps_memory(placement.pools[MAIN].device),
         )
         output.seek(0)
-        told = " ".join(output.read().decode(errors="replace").split())
-    if "Ray runtime started" not in told:
+        ray_output = " ".join(output.read().decode(errors="replace").split())
+    if "Ray runtime started" not in ray_output:
         raise UserError(
             f"node {trainer.node_rank} could not join Ray at {host}:{port}: start it with node 0's versions of Ray and "
-            f"Python, and nothing else at that port; Ray says: {told[-400:]}"
+            f"Python, and nothing else at that port; Ray says: {ray_output[-400:]}"
         )
     print(f"node {trainer.node_rank}: the run at {host} has ended", flush=True)
     return 0

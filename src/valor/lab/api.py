@@ -88,8 +88,8 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        given = {"train": train_data, "val": val_data}
-        data = {f"data.{split}_files": (split, rows) for split, rows in given.items() if rows is not None}
+        splits = {"train": train_data, "val": val_data}
+        data = {f"data.{split}_files": (split, rows) for split, rows in splits.items() if rows is not None}
         inputs = model_settings(self.model_key, model, tokenizer, reads_text=True)
         inputs |= dict.fromkeys(data, _INPUTS) | settings
 

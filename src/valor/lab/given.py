@@ -162,8 +162,8 @@ def prompt_row(row: Row, data: DataConfig, *, keep_prompt: bool) -> Row:
     `extra_info` holds the prompt too, unchanged. `data` has the names of columns."""
     read = read_plain(row, data.prompt_key, data.reward_fn_key)
     if keep_prompt:
-        asked = row[name := prompt_column(row, data.prompt_key)]
-        read["extra_info"] |= {PROMPT: asked, name: asked} | {n: row[n] for n in ("ability",) if n in row}
+        prompt = row[column := prompt_column(row, data.prompt_key)]
+        read["extra_info"] |= {PROMPT: prompt, column: prompt} | {n: row[n] for n in ("ability",) if n in row}
     for name in {*COLUMNS, data.image_key} & row.keys():
         read[name] = row[name]
         with suppress(UserError):  # a run that reads the column tells it, with the row

@@ -76,9 +76,9 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     async def refuse(_: Request, refusal: Any) -> JSONResponse:
         return JSONResponse({"error": str(refusal)}, refusal.status)
 
-    async def refuse_path(asked: Request, error: Any) -> JSONResponse:
-        reason = f"{asked.method} {asked.url.path} is not served: only POST /retrieve and GET /health"
-        return await refuse(asked, Refused(error.status_code, reason))
+    async def refuse_path(request: Request, error: Any) -> JSONResponse:
+        reason = f"{request.method} {request.url.path} is not served: only POST /retrieve and GET /health"
+        return await refuse(request, Refused(error.status_code, reason))
 
     routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
     return Starlette(routes=routes, exception_handlers={Refused: refuse, HTTPException: refuse_path})
