@@ -151,8 +151,8 @@ def constant_reward(run: Diagnosis) -> Verdict | None:
     if (steps < WINDOW and not still) or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
         return None
     (score,) = scores
-    advice = "look at the samples (samples/, report.html): where answers are right, the grader does not see it (data_source of "
-    advice += "the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
+    advice = "look at the samples (samples/, report.html): where answers are right, the grader does not see it "
+    advice += "(data_source of the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
     if score > 0 and score == run.high:
         advice = "take harder prompts (data.train_files), or a grader that does not say yes to everything"
     seen = f"every response {f'of the last {WINDOW} steps' if steps == WINDOW else 'so far'} has the reward {score:g}"
